@@ -1,0 +1,1 @@
+"""Composition roots: one folder per agent."""

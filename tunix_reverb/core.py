@@ -1,0 +1,198 @@
+"""The interfaces between roles.
+
+Shaped after the interfaces of Acme (Hoffman et al. 2020, arXiv:2006.00979,
+section 2), so that existing DeepMind-style agents and loops compose with these
+parts. Roles never import each other: they meet here, and `agents/` wires them.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import Any, Iterator, Mapping, Sequence
+
+import dm_env
+import numpy as np
+
+from tunix_reverb import types
+
+
+class VariableSource(abc.ABC):
+  """Where actors and evaluators get the learner's variables."""
+
+  @abc.abstractmethod
+  def get_variables(
+      self, min_version: int = 0, timeout_s: float = 0.0
+  ) -> types.Variables | None:
+    """Returns the newest variables if their version >= `min_version`.
+
+    Waits up to `timeout_s` seconds for them and returns None at the deadline.
+
+    Raises:
+      errors.ReplayUnavailableError: the source has failed for good.
+    """
+
+
+class VariableSink(abc.ABC):
+  """Where the learner publishes its variables."""
+
+  @abc.abstractmethod
+  def publish(self, variables: types.Variables, timeout_s: float) -> None:
+    """Makes `variables` the newest.
+
+    Raises:
+      errors.DeadlineExceededError: not confirmed within `timeout_s`.
+    """
+
+
+class ItemWriter(abc.ABC):
+  """Inserts replay items into one table. Never blocks beyond a deadline."""
+
+  @abc.abstractmethod
+  def write(
+      self, trajectories: types.Trajectories, timeout_s: float | None = None
+  ) -> bool:
+    """Hands one item over; its priority is its minimum `policy_version`.
+
+    Returns True when the item was taken over for sending, and False when the
+    table's rate limiter (or the network) left no room within `timeout_s`
+    seconds (None: the writer's default): then nothing was written and the
+    same call may be repeated.
+
+    Raises:
+      errors.SpecMismatchError: the columns differ from the table's signature.
+      errors.ReplayUnavailableError: the writer has failed for good.
+    """
+
+  @abc.abstractmethod
+  def blocked_s(self) -> float:
+    """Seconds that `write` has spent waiting for room, in total."""
+
+  @abc.abstractmethod
+  def close(self, timeout_s: float) -> bool:
+    """Sends what was taken over. Returns whether all of it was confirmed."""
+
+
+class ItemSampler(abc.ABC):
+  """Reads items from one table of one or several servers."""
+
+  @abc.abstractmethod
+  def sample(self, timeout_s: float) -> types.SampledItem | None:
+    """The next item, or None if none came within `timeout_s` seconds.
+
+    Raises:
+      errors.ReplayUnavailableError: the sampler has failed for good.
+    """
+
+  @abc.abstractmethod
+  def close(self) -> None:
+    """Stops reading; items already prefetched are lost to the table."""
+
+
+class Adder(abc.ABC):
+  """Writes one environment's interaction into tables, one step at a time."""
+
+  @abc.abstractmethod
+  def add_first(self, timestep: dm_env.TimeStep) -> None:
+    """Starts an episode with its FIRST timestep."""
+
+  @abc.abstractmethod
+  def add(
+      self, action: types.Nest, next_timestep: dm_env.TimeStep, extras: Any = ()
+  ) -> None:
+    """Adds the transition that `action` caused.
+
+    Args:
+      action: what was passed to `env.step`.
+      next_timestep: what `env.step` returned.
+      extras: a mapping with `log_prob`, `policy_version` and, for recurrent
+        policies, `core_state` (the state before the next action).
+    """
+
+  @abc.abstractmethod
+  def reset(self) -> None:
+    """Drops the unfinished episode."""
+
+
+class Actor(abc.ABC):
+  """Chooses actions for one environment and records what follows."""
+
+  @abc.abstractmethod
+  def select_action(self, observation: types.Nest) -> types.Nest:
+    """Samples the behaviour policy for one unbatched observation."""
+
+  @abc.abstractmethod
+  def observe_first(self, timestep: dm_env.TimeStep) -> None:
+    """Records the FIRST timestep of an episode."""
+
+  @abc.abstractmethod
+  def observe(
+      self, action: types.Nest, next_timestep: dm_env.TimeStep
+  ) -> None:
+    """Records the timestep that followed `action`."""
+
+  @abc.abstractmethod
+  def update(self, wait: bool = False) -> None:
+    """Takes newer variables if there are any; with `wait`, waits for them."""
+
+
+class VectorEnvironment(abc.ABC):
+  """N copies of one environment behind one interface of arrays.
+
+  Timesteps follow dm_env: after LAST, the next action of that environment is
+  ignored and FIRST comes back. `reward` and `discount` of FIRST are 0 and 1.
+  """
+
+  @property
+  @abc.abstractmethod
+  def num_environments(self) -> int:
+    """N."""
+
+  @abc.abstractmethod
+  def recv(
+      self, timeout_s: float
+  ) -> tuple[np.ndarray, dm_env.TimeStep] | None:
+    """Timesteps of the K <= N environments that are ready.
+
+    The first call returns FIRST timesteps. The arrays may be reused by the
+    next `recv`: copy what must outlive it.
+
+    Returns:
+      (environment_ids int32 [K], TimeStep with step_type int32 [K], reward f32
+      [K], discount f32 [K], observation nest of [K, ...]), or None when no
+      environment answered within `timeout_s` seconds.
+    """
+
+  @abc.abstractmethod
+  def send(self, action: types.Nest, environment_ids: np.ndarray) -> None:
+    """Steps `environment_ids` [K] with `action`, a nest of [K, ...]."""
+
+  @abc.abstractmethod
+  def close(self) -> None:
+    """Closes every environment; idempotent."""
+
+
+class Learner(abc.ABC):
+  """Turns batches into variables."""
+
+  @abc.abstractmethod
+  def step(self) -> Mapping[str, float] | None:
+    """One update on the next batch; None if no batch came in time."""
+
+  @abc.abstractmethod
+  def run(self, num_learner_steps: int | None = None) -> None:
+    """Steps until told to stop or `num_learner_steps` are done."""
+
+  @abc.abstractmethod
+  def get_variables(self, names: Sequence[str] = ()) -> list[types.Nest]:
+    """Params on the host, by name (Acme's signature); all if none is named."""
+
+  @abc.abstractmethod
+  def save(self) -> types.Nest:
+    """The full learner state as a pytree of host arrays."""
+
+  @abc.abstractmethod
+  def restore(self, state: types.Nest) -> None:
+    """Takes over a state that `save` returned, bit for bit."""
+
+
+BatchIterator = Iterator[types.PackedBatch]

@@ -1,0 +1,33 @@
+"""Exceptions that a caller of this library would catch.
+
+Everything a user got wrong is a `ValueError`; `UserError` marks those that a
+binary prints as one line, without a traceback, before it exits with status 2.
+"""
+
+
+class UserError(ValueError):
+  """A mistake in flags, configuration, files or ports, told in one line."""
+
+
+class MissingExtraError(UserError):
+  """An optional dependency is absent; the message names the extra."""
+
+
+class SpecMismatchError(UserError):
+  """A role's specs or limits differ from those the replay server serves."""
+
+
+class CheckpointError(UserError):
+  """No loadable checkpoint was found where one was asked for."""
+
+
+class DeadlineExceededError(TimeoutError):
+  """A named wait did not end in time; the message says who waits on whom."""
+
+
+class NonFiniteError(RuntimeError):
+  """Too many updates in a row had non-finite loss or gradients."""
+
+
+class ReplayUnavailableError(RuntimeError):
+  """The replay server stopped answering within its deadline."""
