@@ -1,0 +1,1 @@
+"""Length buckets and packing: trajectories in, rows of fixed shape out."""
