@@ -113,6 +113,51 @@ class Adder(abc.ABC):
     """Drops the unfinished episode."""
 
 
+class VectorAdder(abc.ABC):
+  """Writes the interaction of N environments, K of them at a time."""
+
+  @abc.abstractmethod
+  def add_first(
+      self,
+      environment_ids: np.ndarray,
+      observation: types.Nest,
+      core_state: types.Nest = (),
+  ) -> None:
+    """Starts episodes; an unfinished one of the same environment is dropped.
+
+    Args:
+      environment_ids: i32 [K].
+      observation: nest of [K, ...], of the FIRST timesteps.
+      core_state: nest of [K, ...], recurrent state before the first action.
+    """
+
+  @abc.abstractmethod
+  def add(
+      self,
+      environment_ids: np.ndarray,
+      *,
+      action: types.Nest,
+      behaviour_log_prob: np.ndarray,
+      policy_version: np.ndarray,
+      next_timestep: dm_env.TimeStep,
+      core_state: types.Nest = (),
+  ) -> None:
+    """Adds one transition of each of K environments.
+
+    Args:
+      environment_ids: i32 [K].
+      action: [K, ...], what led to `next_timestep`.
+      behaviour_log_prob: f32 [K].
+      policy_version: i32 [K], of the variables that chose `action`.
+      next_timestep: batched; reward, discount and step_type [K].
+      core_state: nest of [K, ...], recurrent state before the next action.
+    """
+
+  @abc.abstractmethod
+  def flush(self) -> None:
+    """Sends the finished trajectories; unfinished ones stay open."""
+
+
 class Actor(abc.ABC):
   """Chooses actions for one environment and records what follows."""
 

@@ -1,0 +1,1 @@
+"""The actor role: a batched policy that steps environments without pause."""

@@ -1,0 +1,178 @@
+"""The actor's loop: receive timesteps, act, record, step.
+
+One loop serves fast environments, all of which answer together, and slow
+ones, of which those that are ready are served while the others go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import time
+
+import dm_env
+import numpy as np
+import tree
+
+from tunix_reverb import core
+from tunix_reverb import types
+from tunix_reverb.actor import policy as policy_lib
+from tunix_reverb.telemetry import timing
+
+_FIRST = int(dm_env.StepType.FIRST)
+_LAST = int(dm_env.StepType.LAST)
+
+
+class EpisodeStatistics:
+  """Returns and lengths of the episodes of N environments."""
+
+  def __init__(self, num_environments: int):
+    """Counts for N environments."""
+    self._return = np.zeros(num_environments)
+    self._length = np.zeros(num_environments, np.int64)
+    self.finished: list[tuple[int, float, int]] = []
+
+  def observe(self, ids: np.ndarray, timestep: dm_env.TimeStep) -> None:
+    """Adds batched timesteps; ended episodes go to `finished`.
+
+    Args:
+      ids: i32 [K].
+      timestep: batched, [K].
+    """
+    self._return[ids] += timestep.reward
+    self._length[ids] += 1
+    edge = timestep.step_type != int(dm_env.StepType.MID)
+    if not edge.any():
+      return
+    first = ids[timestep.step_type == _FIRST]
+    self._return[first] = 0.0
+    self._length[first] = 0
+    for i in ids[timestep.step_type == _LAST]:
+      self.finished.append(
+          (int(i), float(self._return[i]), int(self._length[i]))
+      )
+
+  def take(self) -> list[tuple[int, float, int]]:
+    """(environment id, return, length) of episodes ended since last asked."""
+    finished, self.finished = self.finished, []
+    return finished
+
+
+class ActorLoop:
+  """Steps a vector environment and hands every transition to an adder."""
+
+  def __init__(
+      self,
+      *,
+      environment: core.VectorEnvironment,
+      policy: policy_lib.BatchedPolicy,
+      adder: core.VectorAdder,
+      variables: core.VariableSource,
+      variable_update_period_s: float,
+  ):
+    """The policy must have its first variables before `step` is called."""
+    self._environment = environment
+    self._policy = policy
+    self._adder = adder
+    self._variables = variables
+    self._period_s = variable_update_period_s
+    self._next_update_s = 0.0
+    num = environment.num_environments
+    self._action: types.Nest = None
+    self._log_prob = np.zeros(num, np.float32)
+    self._version = np.zeros(num, np.int32)
+    self.statistics = EpisodeStatistics(num)
+    self.account = timing.TimeAccount('environment', 'act', 'adder')
+    self.actor_steps = 0
+
+  def step(self, timeout_s: float) -> bool:
+    """Serves the environments that are ready.
+
+    Args:
+      timeout_s: longest wait for one to be ready, seconds.
+
+    Returns:
+      False when none was ready in time.
+    """
+    with self.account.measure('environment'):
+      ready = self._environment.recv(timeout_s)
+    if ready is None:
+      return False
+    ids, timestep = ready
+    self._update_variables()
+    first = timestep.step_type == _FIRST
+    with self.account.measure('act'):
+      core_state = self._policy.core_state_before(ids, first)
+      output = self._policy.act(ids, timestep.observation, first)
+    with self.account.measure('adder'):
+      self._record(ids, timestep, first, core_state)
+      self._remember(ids, output)
+      self.statistics.observe(ids, timestep)
+    with self.account.measure('environment'):
+      self._environment.send(output.action, ids)
+    self.actor_steps += ids.size
+    return True
+
+  def run(self, keep_going: Callable[[], bool]) -> None:
+    """Steps until `keep_going` returns False; then sends what is finished."""
+    while keep_going():
+      self.step(timeout_s=0.5)
+    self._adder.flush()
+
+  def _update_variables(self) -> None:
+    now_s = time.monotonic()
+    if now_s < self._next_update_s:
+      return
+    self._next_update_s = now_s + self._period_s
+    newer = self._variables.get_variables(self._policy.policy_version + 1)
+    if newer is not None:
+      self._policy.set_variables(newer)
+
+  def _record(
+      self,
+      ids: np.ndarray,
+      timestep: dm_env.TimeStep,
+      first: np.ndarray,
+      core_state: types.Nest,
+  ) -> None:
+    """Adds the transition that each environment's previous action caused."""
+    if first.any():
+      pick = lambda x: x[first]
+      self._adder.add_first(
+          ids[first],
+          tree.map_structure(pick, timestep.observation),
+          tree.map_structure(pick, core_state),
+      )
+      if not first.all():
+        rest = ~first
+        self._add(
+            ids[rest],
+            tree.map_structure(lambda x: x[rest], timestep),
+            tree.map_structure(lambda x: x[rest], core_state),
+        )
+    else:
+      self._add(ids, timestep, core_state)
+
+  def _remember(self, ids: np.ndarray, output: types.PolicyOutput) -> None:
+    """Keeps what the next transition of each environment needs."""
+    if self._action is None:
+      self._action = np.zeros(
+          (self._version.size, *output.action.shape[1:]), output.action.dtype
+      )
+    self._action[ids] = output.action
+    self._log_prob[ids] = output.log_prob
+    self._version[ids] = self._policy.policy_version
+
+  def _add(
+      self,
+      ids: np.ndarray,
+      timestep: dm_env.TimeStep,
+      core_state: types.Nest,
+  ) -> None:
+    self._adder.add(
+        ids,
+        action=self._action[ids],
+        behaviour_log_prob=self._log_prob[ids],
+        policy_version=self._version[ids],
+        next_timestep=timestep,
+        core_state=core_state,
+    )

@@ -1,0 +1,153 @@
+"""The behaviour policy: one jitted, statically shaped call for N environments.
+
+Letters: N environments, K of them answering at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+import tree
+
+from tunix_reverb import types
+
+
+class ActingNetwork(Protocol):
+  """What acting needs of a policy network (see `networks.policy_network`)."""
+
+  distribution: Any
+
+  def step(
+      self, params: Any, observation: Any, core_state: Any, is_first: Any
+  ) -> tuple[Any, Any, Any]:
+    """(distribution params, value [K], core state) for K environments."""
+
+  def initial_state(self, batch_size: int) -> Any:
+    """Recurrent state of `batch_size` fresh episodes."""
+
+
+class BatchedPolicy:
+  """Acts for up to N environments at once; every call has the shape [N, ...].
+
+  Fewer than N observations are padded, so that one compiled program serves
+  every call. The recurrent state of each environment is kept here.
+  """
+
+  def __init__(
+      self,
+      network: ActingNetwork,
+      *,
+      num_environments: int,
+      seed: int,
+      greedy: bool = False,
+  ):
+    """A policy without variables yet: call `set_variables` first.
+
+    Args:
+      network: the policy network.
+      num_environments: N.
+      seed: of the action sampling.
+      greedy: takes the most likely action instead of sampling.
+    """
+    self._num = num_environments
+    self._key = jax.random.PRNGKey(seed)
+    self._calls = 0
+    self._params: Any = None
+    self.policy_version = 0
+    self._initial_state = tree.map_structure(
+        np.array, network.initial_state(num_environments)
+    )
+    self._core_state = tree.map_structure(np.copy, self._initial_state)
+    self._act = jax.jit(_make_act(network, greedy))
+
+  def set_variables(self, variables: types.Variables) -> None:
+    """Acts with `variables` from the next call on."""
+    self._params = jax.device_put(variables.params)
+    self.policy_version = variables.policy_version
+
+  def core_state_before(
+      self, environment_ids: np.ndarray, is_first: np.ndarray
+  ) -> types.Nest:
+    """The recurrent state that the next action will see.
+
+    Args:
+      environment_ids: i32 [K].
+      is_first: bool [K], True where an episode starts.
+
+    Returns:
+      nest of [K, ...]; `()` for feed-forward networks.
+    """
+
+    def before(kept: np.ndarray, initial: np.ndarray) -> np.ndarray:
+      kept[environment_ids[is_first]] = initial[0]
+      return kept[environment_ids]
+
+    return tree.map_structure(before, self._core_state, self._initial_state)
+
+  def act(
+      self,
+      environment_ids: np.ndarray,
+      observation: types.Nest,
+      is_first: np.ndarray,
+  ) -> types.PolicyOutput:
+    """Chooses actions for K environments.
+
+    Args:
+      environment_ids: i32 [K], all different.
+      observation: nest of [K, ...].
+      is_first: bool [K], True where an episode starts: there the recurrent
+        state is reset.
+
+    Returns:
+      Host arrays; `core_state` [K, ...] is the state after this call.
+    """
+    count = environment_ids.size
+    core_state = self.core_state_before(environment_ids, is_first)
+    if count < self._num:
+      pad = lambda a: np.concatenate(
+          [a, np.zeros((self._num - count, *a.shape[1:]), a.dtype)]
+      )
+      observation, core_state, is_first = tree.map_structure(
+          pad, (observation, core_state, is_first)
+      )
+    self._calls += 1
+    output = jax.device_get(
+        self._act(
+            self._params,
+            self._key,
+            np.uint32(self._calls),
+            observation,
+            core_state,
+            is_first,
+        )
+    )
+    if count < self._num:
+      output = tree.map_structure(lambda a: a[:count], output)
+    tree.map_structure(
+        lambda kept, new: kept.__setitem__(environment_ids, new),
+        self._core_state,
+        output.core_state,
+    )
+    return output
+
+
+def _make_act(network: ActingNetwork, greedy: bool) -> Any:
+  distribution = network.distribution
+
+  def act(params, key, call, observation, core_state, is_first):
+    outputs, _, core_state = network.step(
+        params, observation, core_state, is_first
+    )
+    if greedy:
+      action = distribution.mode(outputs)
+    else:
+      action = distribution.sample(outputs, key=jax.random.fold_in(key, call))
+    return types.PolicyOutput(
+        action=action,
+        log_prob=distribution.log_prob(outputs, action),
+        core_state=core_state,
+    )
+
+  return act
