@@ -127,6 +127,21 @@ def no_leaks_at_the_end():
     pytest.fail('fixtures must close what they start; left: ' + '; '.join(left))
 
 
+@pytest.fixture(autouse=True)
+def dtype_promotion(request: pytest.FixtureRequest):
+  """Strict, unless the test is marked `standard_dtype_promotion`.
+
+  The mark is for tests that run an optax optimiser: adam's bias correction and
+  the schedules mix an int32 count with Python floats.
+  """
+  if request.node.get_closest_marker('standard_dtype_promotion') is None:
+    yield
+    return
+  jax.config.update('jax_numpy_dtype_promotion', 'standard')
+  yield
+  jax.config.update('jax_numpy_dtype_promotion', 'strict')
+
+
 @pytest.fixture
 def subprocess_env() -> dict[str, str]:
   """The user's environment, for a binary run as a process with cwd=tmp_path.
