@@ -1,0 +1,1 @@
+"""Binaries: one process per role, and `local`, which runs all of them."""

@@ -1,0 +1,67 @@
+"""Who listens where: the run's addresses as data."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import socket
+from typing import Sequence
+
+from tunix_reverb import errors
+
+_FILE = 'topology.json'
+
+
+def pick_free_ports(count: int) -> list[int]:
+  """`count` different TCP ports that nothing listens on now."""
+  sockets = [socket.socket(socket.AF_INET6) for _ in range(count)]
+  try:
+    for s in sockets:
+      s.bind(('', 0))
+    return [s.getsockname()[1] for s in sockets]
+  finally:
+    for s in sockets:
+      s.close()
+
+
+def write(run_dir: pathlib.Path, replay_servers: Sequence[str]) -> None:
+  """Writes `<run_dir>/topology.json`; addresses are host:port."""
+  text = json.dumps({'replay_servers': list(replay_servers)}, indent=2) + '\n'
+  (run_dir / _FILE).write_text(text)
+
+
+def replay_servers(
+    given: Sequence[str] | None, run_dir: pathlib.Path | None
+) -> list[str]:
+  """Addresses from `--replay_servers`, or else from the run's topology file.
+
+  Raises:
+    errors.UserError: neither names any, or an address is not host:port.
+  """
+  addresses = list(given or ())
+  if not addresses and run_dir is not None:
+    addresses = _read(run_dir / _FILE)
+  if not addresses:
+    raise errors.UserError(
+        'replay_servers (none) must name the servers as host:port,host:port, '
+        'or run_dir must hold a topology.json'
+    )
+  for address in addresses:
+    host, _, port = address.rpartition(':')
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+      raise errors.UserError(
+          f'replay_servers ({address!r}) must be host:port, such as '
+          'localhost:8000'
+      )
+  return addresses
+
+
+def _read(path: pathlib.Path) -> list[str]:
+  try:
+    return list(json.loads(path.read_text())['replay_servers'])
+  except FileNotFoundError:
+    return []
+  except (OSError, ValueError, KeyError, TypeError) as e:
+    raise errors.UserError(
+        f'{path} must be JSON with a list "replay_servers": {e}'
+    ) from e
