@@ -1,0 +1,78 @@
+"""Publishes variables in the background, so that an update never waits."""
+
+from __future__ import annotations
+
+import threading
+
+from tunix_reverb import core
+from tunix_reverb import types
+
+
+class Publisher:
+  """Hands variables to a sink in a thread of its own, one at a time."""
+
+  def __init__(self, sink: core.VariableSink, *, timeout_s: float = 30.0):
+    """Publishes to `sink`; a publish unconfirmed after `timeout_s` fails."""
+    self._sink = sink
+    self._timeout_s = timeout_s
+    self._next: types.Variables | None = None
+    self._wake = threading.Condition()
+    self._busy = False
+    self._closed = False
+    self._error: BaseException | None = None
+    self._thread = threading.Thread(
+        target=self._run, name='publisher', daemon=True
+    )
+    self._thread.start()
+
+  @property
+  def idle(self) -> bool:
+    """Whether the last publish is through, so that the next may be offered.
+
+    Raises:
+      RuntimeError: a publish failed; the cause is chained.
+    """
+    if self._error is not None:
+      raise RuntimeError('publishing the variables failed') from self._error
+    with self._wake:
+      return self._next is None and not self._busy
+
+  def offer(self, variables: types.Variables) -> None:
+    """Publishes `variables` next; call only when `idle`."""
+    with self._wake:
+      self._next = variables
+      self._wake.notify()
+
+  def wait(self, timeout_s: float) -> bool:
+    """Waits until all is published; returns False at the deadline."""
+    with self._wake:
+      return self._wake.wait_for(
+          lambda: self._error is not None
+          or (self._next is None and not self._busy),
+          timeout_s,
+      )
+
+  def close(self, timeout_s: float) -> None:
+    """Stops after the publish under way."""
+    with self._wake:
+      self._closed = True
+      self._wake.notify()
+    self._thread.join(timeout_s)
+
+  def _run(self) -> None:
+    while True:
+      with self._wake:
+        self._wake.wait_for(lambda: self._next is not None or self._closed)
+        if self._next is None:
+          return
+        variables, self._next, self._busy = self._next, None, True
+      try:
+        self._sink.publish(variables, self._timeout_s)
+      except BaseException as e:  # Raised again in the learner's thread.
+        self._error = e
+      finally:
+        with self._wake:
+          self._busy = False
+          self._wake.notify_all()
+      if self._error is not None:
+        return
