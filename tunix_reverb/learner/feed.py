@@ -19,7 +19,7 @@ from tunix_reverb import core
 from tunix_reverb import types
 from tunix_reverb.batching import packer as packer_lib
 from tunix_reverb.staleness import bound as bound_lib
-from tunix_reverb.staleness import drops as drops_lib
+from tunix_reverb.telemetry import drops as drops_lib
 
 # A partly filled batch is made when its oldest trajectory has used up this
 # fraction of max_age_s, so that the rest is left for placing and learning it.

@@ -20,7 +20,7 @@ from tunix_reverb.learner import feed as feed_lib
 from tunix_reverb.learner import publisher as publisher_lib
 from tunix_reverb.learner import report as report_lib
 from tunix_reverb.staleness import bound as bound_lib
-from tunix_reverb.staleness import drops as drops_lib
+from tunix_reverb.telemetry import drops as drops_lib
 from tunix_reverb.telemetry import timing
 
 # (state, batch) -> (state, metrics), compiled for one bucket.

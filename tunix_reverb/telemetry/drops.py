@@ -7,6 +7,7 @@ towards short ones; a user must be able to see that it happens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+import threading
 
 import numpy as np
 
@@ -14,7 +15,7 @@ NUM_DECILES = 10
 
 
 class DropCounter:
-  """Totals of dropped trajectories.
+  """Totals of dropped trajectories; may be used from several threads.
 
   A trajectory's decile is its place in the distribution of all lengths seen so
   far: decile 0 holds the shortest tenth. Lengths that tie share the decile of
@@ -24,18 +25,21 @@ class DropCounter:
   def __init__(self, causes: Sequence[str]):
     """Counts drops for each of `causes`."""
     self._causes = tuple(causes)
+    self._lock = threading.Lock()
     self._seen = np.zeros(1, np.int64)
     self._dropped = {cause: np.zeros(1, np.int64) for cause in self._causes}
 
   def see(self, lengths: np.ndarray) -> None:
     """Counts trajectories of `lengths` (i32 [N], transitions) as generated."""
-    self._grow(lengths)
-    self._seen += np.bincount(lengths, minlength=self._seen.size)
+    with self._lock:
+      self._grow(lengths)
+      self._seen += np.bincount(lengths, minlength=self._seen.size)
 
   def drop(self, cause: str, lengths: np.ndarray) -> None:
     """Counts trajectories of `lengths` as dropped because of `cause`."""
-    self._grow(lengths)
-    self._dropped[cause] += np.bincount(lengths, minlength=self._seen.size)
+    with self._lock:
+      self._grow(lengths)
+      self._dropped[cause] += np.bincount(lengths, minlength=self._seen.size)
 
   @property
   def seen_total(self) -> int:
@@ -48,9 +52,11 @@ class DropCounter:
 
   def by_decile(self) -> np.ndarray:
     """Trajectories dropped, i64 [10], shortest tenth first."""
-    dropped = sum(self._dropped.values())
-    total = max(1, self._seen.sum())
-    middle = np.cumsum(self._seen) - self._seen / 2
+    with self._lock:
+      seen = self._seen.copy()
+      dropped = np.sum(list(self._dropped.values()), axis=0)
+    total = max(1, seen.sum())
+    middle = np.cumsum(seen) - seen / 2
     deciles = np.minimum(
         (middle * NUM_DECILES / total).astype(int), NUM_DECILES - 1
     )
