@@ -48,7 +48,7 @@ lint: $(VENV)/.dev  ## ruff, import-linter and mypy
 	@echo '== ruff, import-linter, mypy'
 	@$(BIN)/ruff check $(CODE)
 	@$(BIN)/ruff format --check $(CODE)
-	@PYTHONPATH=. $(BIN)/lint-imports --no-cache
+	@PYTHONPATH=. $(BIN)/lint-imports --no-cache --no-logo
 	@$(BIN)/mypy
 
 format: $(VENV)/.dev  ## let ruff rewrite the code

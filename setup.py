@@ -25,72 +25,74 @@ def _readme() -> str:
 # The core names no TensorFlow and no upper bounds: `requirements/` pins what is
 # tested, and a process with a newer JAX must be able to import the rest.
 _CORE = [
-    'absl-py',
-    'chex>=0.1.90',
-    'dm-env>=1.6',
-    'dm-tree>=0.1.8',
-    'flax>=0.10.4',
-    'jax>=0.4.34',
-    'numpy>=1.26',
-    'optax>=0.2.5',
-    'orbax-checkpoint>=0.11.5',
-    'rich',
-    'tensorboardX',
+  'absl-py',
+  'chex>=0.1.90',
+  'dm-env>=1.6',
+  'dm-tree>=0.1.8',
+  'flax>=0.10.4',
+  'jax>=0.4.34',
+  'numpy>=1.26',
+  'optax>=0.2.5',
+  'orbax-checkpoint>=0.11.5',
+  'rich',
+  'tensorboardX',
 ]
 
 _ENVIRONMENTS = {
-    'bsuite': ['bsuite>=0.3.6'],
-    'gym': ['gymnasium>=1.4'],
-    'atari': ['ale-py>=0.12', 'gymnasium>=1.4', 'opencv-python-headless'],
-    # The 4.x series of mujoco does not load dm_control 1.0.50's models.
-    'dm_control': ['dm-control>=1.0.50', 'mujoco<4'],
-    'envpool': ['envpool>=1.2.5'],
+  'bsuite': ['bsuite>=0.3.6'],
+  'gym': ['gymnasium>=1.4'],
+  'atari': ['ale-py>=0.12', 'gymnasium>=1.4', 'opencv-python-headless'],
+  # The 4.x series of mujoco does not load dm_control 1.0.50's models.
+  'dm_control': ['dm-control>=1.0.50', 'mujoco<4'],
+  'envpool': ['envpool>=1.2.5'],
 }
 
 _EXTRAS = {
-    # The last wheel of dm-reverb: x86-64 Linux, Python 3.9-3.11, built against
-    # the C++ interface of TensorFlow 2.15 and of no other.
-    'reverb': ['dm-reverb==0.14.0', 'tensorflow-cpu>=2.15.1,<2.16'],
-    **_ENVIRONMENTS,
-    'environments': sorted(set(sum(_ENVIRONMENTS.values(), []))),
-    'dev': [
-        'distrax',
-        'hypothesis',
-        'import-linter',
-        'mypy',
-        'psutil',
-        'pytest>=9',
-        'pytest-timeout',
-        'rlax',
-        'ruff',
-    ],
+  # The last wheel of dm-reverb: x86-64 Linux, Python 3.9-3.11, built against
+  # the C++ interface of TensorFlow 2.15 and of no other.
+  'reverb': ['dm-reverb==0.14.0', 'tensorflow-cpu>=2.15.1,<2.16'],
+  **_ENVIRONMENTS,
+  'environments': sorted(
+    {package for packages in _ENVIRONMENTS.values() for package in packages}
+  ),
+  'dev': [
+    'distrax',
+    'hypothesis',
+    'import-linter',
+    'mypy',
+    'psutil',
+    'pytest>=9',
+    'pytest-timeout',
+    'rlax',
+    'ruff',
+  ],
 }
 
 _BINARIES = (
-    'actor',
-    'check_environment',
-    'evaluator',
-    'learner',
-    'local',
-    'replay_server',
+  'actor',
+  'check_environment',
+  'evaluator',
+  'learner',
+  'local',
+  'replay_server',
 )
 
 setuptools.setup(
-    name='tunix_reverb',
-    version=_version(),
-    description=(
-        'Decoupled reinforcement learning on JAX: asynchronous dm_env actors, '
-        'a DeepMind Reverb server, and a continuous V-trace learner.'
-    ),
-    long_description=_readme(),
-    long_description_content_type='text/markdown',
-    license='Apache-2.0',
-    license_files=['LICENSE'],
-    packages=setuptools.find_packages(
-        include=['tunix_reverb', 'tunix_reverb.*', 'launch', 'launch.*']
-    ),
-    package_data={'tunix_reverb': ['py.typed']},
-    python_requires='>=3.11',
-    install_requires=_CORE,
-    extras_require=_EXTRAS,
+  name='tunix_reverb',
+  version=_version(),
+  description=(
+    'Decoupled reinforcement learning on JAX: asynchronous dm_env actors, '
+    'a DeepMind Reverb server, and a continuous V-trace learner.'
+  ),
+  long_description=_readme(),
+  long_description_content_type='text/markdown',
+  license='Apache-2.0',
+  license_files=['LICENSE'],
+  packages=setuptools.find_packages(
+    include=['tunix_reverb', 'tunix_reverb.*', 'launch', 'launch.*']
+  ),
+  package_data={'tunix_reverb': ['py.typed']},
+  python_requires='>=3.11',
+  install_requires=_CORE,
+  extras_require=_EXTRAS,
 )

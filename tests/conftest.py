@@ -14,10 +14,12 @@ import time
 _USER_ENVIRON = dict(os.environ)
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
-os.environ['XLA_FLAGS'] = ' '.join((
+os.environ['XLA_FLAGS'] = ' '.join(
+  (
     os.environ.get('XLA_FLAGS', ''),
     '--xla_force_host_platform_device_count=8',
-)).strip()
+  )
+).strip()
 os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'
 os.environ['GRPC_VERBOSITY'] = 'ERROR'
 # gRPC would send even localhost through a proxy named in the environment.
@@ -41,10 +43,10 @@ _LEAK_GRACE_S = 3.0
 # pools of libraries, which their owner joins at exit.
 _KEPT_PROCESSES = ('multiprocessing.resource_tracker',)
 _KEPT_THREADS = (
-    'ThreadPoolExecutor',  # executors without a name: orbax, asyncio
-    'asyncio_',
-    'metadata_store',  # orbax
-    'ocdbt',
+  'ThreadPoolExecutor',  # executors without a name: orbax, asyncio
+  'asyncio_',
+  'metadata_store',  # orbax
+  'ocdbt',
 )
 
 
@@ -66,11 +68,11 @@ def _child_processes() -> dict[int, str]:
 def _threads() -> dict[int, str]:
   """Returns id -> name of every living thread that would block the exit."""
   return {
-      id(thread): thread.name
-      for thread in threading.enumerate()
-      if not thread.daemon
-      and thread is not threading.main_thread()
-      and not thread.name.startswith(_KEPT_THREADS)
+    id(thread): thread.name
+    for thread in threading.enumerate()
+    if not thread.daemon
+    and thread is not threading.main_thread()
+    and not thread.name.startswith(_KEPT_THREADS)
   }
 
 
@@ -79,13 +81,13 @@ def _leaks(processes: set[int], threads: set[int]) -> list[str]:
   deadline_s = time.monotonic() + _LEAK_GRACE_S
   while True:
     left = [
-        f'process {pid}: {command[:200]}'
-        for pid, command in _child_processes().items()
-        if pid not in processes
+      f'process {pid}: {command[:200]}'
+      for pid, command in _child_processes().items()
+      if pid not in processes
     ] + [
-        f'non-daemon thread {name!r}'
-        for key, name in _threads().items()
-        if key not in threads
+      f'non-daemon thread {name!r}'
+      for key, name in _threads().items()
+      if key not in threads
     ]
     if not left or time.monotonic() > deadline_s:
       return left
@@ -153,6 +155,6 @@ def subprocess_env() -> dict[str, str]:
   env |= {'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '3'}
   if env.get('PYTHONPATH'):
     env['PYTHONPATH'] = os.pathsep.join(
-        os.path.abspath(path) for path in env['PYTHONPATH'].split(os.pathsep)
+      os.path.abspath(path) for path in env['PYTHONPATH'].split(os.pathsep)
     )
   return env
