@@ -74,6 +74,8 @@ def run(
   except errors.UserError as e:
     print(f'error: {e}', file=sys.stderr)
     status = 2
+  except SystemExit as e:
+    status = e.code if isinstance(e.code, int) else 1
   except BaseException:  # pylint: disable=broad-except
     traceback.print_exc()
   shutdown.exit_now(status)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import pathlib
+import re
 import sys
 import textwrap
 from typing import Any, Sequence
@@ -89,7 +90,7 @@ def parse(argv: Sequence[str]) -> None:
     hint = f'; did you mean {_join(close)}?' if close else '; see --help'
     raise errors.UserError(f'unknown flag --{e.flagname}{hint}') from None
   except flags.Error as e:
-    raise errors.UserError(' '.join(str(e).split())) from None
+    raise errors.UserError(_value_message(str(e))) from None
   if rest[1:]:
     raise errors.UserError(
         f'unexpected argument ({rest[1]!r}); options are given as --name=value'
@@ -173,6 +174,17 @@ def print_help_if_asked(argv: Sequence[str], doc: str) -> bool:
   print(help_text(doc))
   sys.stdout.flush()
   return True
+
+
+def _value_message(message: str) -> str:
+  """absl's words for a bad value, with what the field takes instead."""
+  message = ' '.join(message.split())
+  match = re.fullmatch(r'flag --(\w+)=(.*?): (.*)', message)
+  _, field = config_lib.scalar_fields().get(match and match[1], (None, None))
+  if field is None or field.metadata['choices']:
+    return message
+  kind = FLAGS[field.name].flag_type()
+  return f'flag --{match[1]}={match[2]}: must be of type {kind}'
 
 
 def _define(name: str, field: dataclasses.Field) -> None:

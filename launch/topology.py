@@ -14,7 +14,10 @@ _FILE = 'topology.json'
 
 def pick_free_ports(count: int) -> list[int]:
   """`count` different TCP ports that nothing listens on now."""
-  sockets = [socket.socket(socket.AF_INET6) for _ in range(count)]
+  family = (
+      socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+  )
+  sockets = [socket.socket(family) for _ in range(count)]
   try:
     for s in sockets:
       s.bind(('', 0))

@@ -1,0 +1,276 @@
+"""One run under `launch.local`: its directory, its processes, its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import math
+import os
+import pathlib
+import re
+import shlex
+import sys
+import threading
+import time
+from typing import Any, Callable, IO, Sequence
+
+from launch import supervisor as supervisor_lib
+from launch import topology
+from tunix_reverb import errors
+from tunix_reverb.agents.vtrace import config as config_lib
+from tunix_reverb.telemetry import console as console_lib
+from tunix_reverb.telemetry import metrics
+from tunix_reverb.telemetry import reader as reader_lib
+from tunix_reverb.telemetry import run_state
+from tunix_reverb.telemetry import summary as summary_lib
+
+# Signals, the kill of what ignores them and the summary fit into 10 seconds.
+_STOP_DEADLINE_S = 9.2
+_POLL_PERIOD_S = 0.1
+
+
+def default_run_dir(environment: str) -> pathlib.Path:
+  """`runs/<environment>-<time>`."""
+  name = re.sub(r'[^\w.-]+', '_', environment)
+  return pathlib.Path('runs') / f'{name}-{time.strftime("%Y%m%d-%H%M%S")}'
+
+
+def prepare_run_dir(
+    run_dir: pathlib.Path, config: config_lib.ExperimentConfig, *, resume: bool
+) -> IO[str]:
+  """Creates (or reopens) the run directory and writes its config.
+
+  Returns:
+    The open lock file that keeps a second run out of the directory.
+
+  Raises:
+    errors.UserError: it holds a run and `resume` is not set, or the other way
+      round; it is in use; it cannot be written.
+  """
+  held = (run_dir / 'config.json').exists()
+  if held and not resume:
+    raise errors.UserError(
+        f'run_dir ({str(run_dir)!r}) must not hold a run already; continue it '
+        'with --resume or name another directory'
+    )
+  if resume and not held:
+    raise errors.UserError(
+        f'run_dir ({str(run_dir)!r}) must hold a run to resume, with its '
+        'config.json'
+    )
+  try:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    lock = (run_dir / '.lock').open('w')
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    (run_dir / 'config.json').write_text(config_lib.dumps(config))
+  except BlockingIOError as e:
+    raise errors.UserError(
+        f'run_dir ({str(run_dir)!r}) must not be in use by another run'
+    ) from e
+  except OSError as e:
+    raise errors.UserError(
+        f'run_dir ({str(run_dir)!r}) must be a writable directory: '
+        f'{e.strerror}'
+    ) from e
+  return lock
+
+
+def has_checkpoint(run_dir: pathlib.Path) -> bool:
+  """Whether the learner has left a checkpoint."""
+  directory = run_dir / 'checkpoints' / 'learner'
+  return directory.is_dir() and any(directory.iterdir())
+
+
+def make_specs(
+    config: config_lib.ExperimentConfig,
+    run_dir: pathlib.Path,
+    ports: Sequence[int],
+) -> list[supervisor_lib.ProcessSpec]:
+  """The table of processes of one run."""
+  servers = ','.join(f'localhost:{port}' for port in ports)
+
+  def command(role: str, *flags: str) -> list[str]:
+    return [sys.executable, '-m', f'launch.{role}', f'--run_dir={run_dir}',
+            '--supervised', *flags]
+
+  specs = [
+      supervisor_lib.ProcessSpec(
+          name=f'{metrics.REPLAY_SERVER}_{i}',
+          command=command('replay_server', f'--server_index={i}',
+                          f'--port={port}'),
+          stop_last=True,
+      )
+      for i, port in enumerate(ports)
+  ]
+  specs.append(supervisor_lib.ProcessSpec(
+      name=metrics.LEARNER,
+      command=command('learner', f'--replay_servers={servers}'),
+      completes=True,
+  ))
+  specs += [
+      supervisor_lib.ProcessSpec(
+          name=f'{metrics.ACTOR}_{i}',
+          command=command('actor', f'--actor_id={i}',
+                          f'--replay_servers={servers}'),
+          restart=True,
+      )
+      for i in range(config.actor.num_actors)
+  ]
+  if config.evaluation.evaluation_period_s > 0:
+    specs.append(supervisor_lib.ProcessSpec(
+        name=metrics.EVALUATOR,
+        command=command('evaluator', f'--replay_servers={servers}'),
+        restart=True,
+    ))
+  return specs
+
+
+class SolvedCheck:
+  """Decides when a run is solved: reached, held, and reached again.
+
+  The evaluation that decides is the first one to end after `hold_s`; if it
+  falls short, the run goes on as if the threshold had not been reached.
+  """
+
+  def __init__(self, solved_return: float, hold_s: float):
+    self._solved_return = solved_return
+    self._hold_s = hold_s
+    self._reached_s: float | None = None
+    self._seen_s = -math.inf
+
+  def update(self, evaluations: Sequence[run_state.Evaluation]) -> bool:
+    """Takes in evaluations, old and new; returns whether it is solved."""
+    for evaluation in evaluations:
+      if evaluation.time_s <= self._seen_s:
+        continue
+      self._seen_s = evaluation.time_s
+      good = evaluation.return_mean >= self._solved_return
+      if self._reached_s is None and good:
+        self._reached_s = evaluation.time_s
+      if self._reached_s is None:
+        continue
+      if evaluation.time_s - self._reached_s >= self._hold_s:
+        if good:
+          return True
+        self._reached_s = None
+    return False
+
+
+@dataclasses.dataclass
+class Experiment:
+  """Runs the processes until the run is over, and accounts for it.
+
+  Attributes:
+    config: of the run.
+    run_dir: of the run.
+    specs: its processes.
+    stop: ends the run when set.
+    progress: called several times a second.
+    resumed: whether the run directory holds an earlier part of the run.
+    interactive: panel or lines; None asks the terminal.
+  """
+
+  config: config_lib.ExperimentConfig
+  run_dir: pathlib.Path
+  specs: Sequence[supervisor_lib.ProcessSpec]
+  stop: threading.Event
+  progress: Callable[[], None] = lambda: None
+  resumed: bool = False
+  interactive: bool | None = None
+
+  def run(self) -> int:
+    """Runs to the end; returns the exit status."""
+    start_s = time.monotonic()
+    evaluation = self.config.evaluation
+    state = run_state.RunState()
+    goal = console_lib.Goal(
+        self.config.environment, evaluation.solved_return, str(self.run_dir)
+    )
+    with console_lib.Console(goal, interactive=self.interactive) as console:
+      supervisor = supervisor_lib.Supervisor(
+          self.specs,
+          log_dir=self.run_dir / 'logs',
+          say=console.say,
+          environ={'PYTHONUNBUFFERED': '1', 'PYTHONFAULTHANDLER': '1'},
+      )
+      reader = reader_lib.Reader(self.run_dir, from_end=self.resumed)
+      outcome = supervisor_lib.Outcome(True, 'an error in launch.local')
+      try:
+        supervisor.start()
+        outcome = self._watch(supervisor, reader, state, console)
+        console.say(f'{outcome.reason}; stopping')
+      finally:
+        supervisor.stop(_STOP_DEADLINE_S)
+      state.update(reader.poll())
+    solved = _solved(state, evaluation.solved_return)
+    summary = summary_lib.make(
+        state, reason=outcome.reason, solved=solved,
+        wall_s=time.monotonic() - start_s, restarts=supervisor.restarts(),
+    )
+    self._report(summary)
+    return 1 if outcome.failed or solved is False else 0
+
+  def _watch(self, supervisor, reader, state, console):
+    """Supervises until there is an outcome."""
+    evaluation = self.config.evaluation
+    solved = SolvedCheck(evaluation.solved_return, evaluation.hold_s)
+    end_s = time.monotonic() + (evaluation.max_run_s or math.inf)
+    while True:
+      self.progress()
+      outcome = supervisor.poll()
+      rows = reader.poll()
+      for role in {row.role for row in rows}:
+        supervisor.note_progress(role)
+      state.update(rows)
+      if outcome is not None:
+        return outcome
+      if solved.update(state.evaluations):
+        return supervisor_lib.Outcome(False, _solved_text(state))
+      if time.monotonic() >= end_s:
+        return supervisor_lib.Outcome(
+            False, f'max_run_s ({evaluation.max_run_s:g} s) is over'
+        )
+      console.update(state, supervisor.statuses())
+      if self.stop.wait(_POLL_PERIOD_S):
+        return supervisor_lib.Outcome(False, 'stopped by a signal')
+
+  def _report(self, summary: dict[str, Any]) -> None:
+    path = self.run_dir / 'summary.json'
+    try:
+      path.write_text(json.dumps(summary, indent=2, allow_nan=False) + '\n')
+    except OSError as e:
+      print(f'warning: {path} cannot be written: {e}', file=sys.stderr)
+    python, run_dir = _python(), shlex.quote(str(self.run_dir))
+    print(
+        f'\nSummary of {self.run_dir}\n{summary_lib.as_text(summary)}\n\n'
+        f'Resume:   {python} -m launch.local --run_dir={run_dir} --resume\n'
+        f'Evaluate: {python} -m launch.evaluator --checkpoint={run_dir}',
+        flush=True,
+    )
+
+
+def _solved(state: run_state.RunState, solved_return: float) -> bool | None:
+  """Whether the last evaluation reaches the threshold; None without one."""
+  if not math.isfinite(solved_return):
+    return None
+  return bool(
+      state.evaluations
+      and state.evaluations[-1].return_mean >= solved_return
+  )
+
+
+def _solved_text(state: run_state.RunState) -> str:
+  last = state.evaluations[-1]
+  return (
+      f'solved: mean return {last.return_mean:.4g} over {last.episodes} '
+      'evaluation episodes'
+  )
+
+
+def _python() -> str:
+  """This interpreter as one would type it here."""
+  relative = os.path.relpath(sys.executable)
+  return shlex.quote(
+      sys.executable if relative.startswith('..') else relative
+  )

@@ -1,0 +1,64 @@
+"""Runs a whole experiment on this machine: every role as a process.
+
+  python -m launch.local --environment=catch --solved_return=0.95
+
+Starts replay servers, learner, actors and evaluator, restarts an actor or
+evaluator that dies, shows the progress, and stops all of them within 10 s at
+the end, at Ctrl-C, or when the learner or a server dies. Exit status: 0, or 1
+if something failed or a solved_return that was set has not been reached.
+"""
+
+from __future__ import annotations
+
+import math
+import pathlib
+
+from absl import flags as absl_flags
+
+from launch import app
+from launch import experiment
+from launch import flags
+from launch import topology
+from tunix_reverb import errors
+
+absl_flags.DEFINE_boolean(
+    'resume', False,
+    'Continue the run in --run_dir from its checkpoints; flags that are given '
+    'change its config.',
+)
+
+
+def main(context: app.RoleContext) -> int:
+  """Runs one experiment; returns the exit status."""
+  config, resume = context.config, flags.FLAGS.resume
+  evaluation = config.evaluation
+  if math.isfinite(evaluation.solved_return) and (
+      evaluation.evaluation_period_s == 0
+  ):
+    raise errors.UserError(
+        f'solved_return ({evaluation.solved_return:g}) must come with '
+        'evaluation_period_s > 0, or nothing measures it'
+    )
+  if resume and context.run_dir is None:
+    raise errors.UserError('resume (True) must come with --run_dir')
+  run_dir = context.run_dir or experiment.default_run_dir(config.environment)
+  lock = experiment.prepare_run_dir(run_dir, config, resume=resume)
+  print(f'run_dir: {run_dir}', flush=True)
+  if resume and not experiment.has_checkpoint(run_dir):
+    print('There is no learner checkpoint to resume from: training starts '
+          'from the beginning.', flush=True)
+  ports = topology.pick_free_ports(config.replay.num_servers)
+  topology.write(run_dir, [f'localhost:{port}' for port in ports])
+  with lock:
+    return experiment.Experiment(
+        config=config,
+        run_dir=pathlib.Path(run_dir),
+        specs=experiment.make_specs(config, run_dir, ports),
+        stop=context.stop,
+        progress=context.watchdog.progress,
+        resumed=resume,
+    ).run()
+
+
+if __name__ == '__main__':
+  app.run(main, role='local', stop_deadline_s=9.9)

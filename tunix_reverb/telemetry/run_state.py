@@ -1,0 +1,155 @@
+"""What is known of a run, gathered from the metrics of all its roles."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import re
+from typing import Iterable
+
+from tunix_reverb.telemetry import metrics
+from tunix_reverb.telemetry import reader
+
+_RETURNS_KEPT = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessStatus:
+  """A supervised process at one moment.
+
+  Attributes:
+    name: such as `actor_0`.
+    pid: its process id; 0 if it is not running.
+    restarts: how often it was restarted.
+    age_s: seconds since its last start.
+    state: running, ended, or waiting to restart.
+  """
+
+  name: str
+  pid: int
+  restarts: int
+  age_s: float
+  state: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+  """One evaluation: when it was reported and what it found."""
+
+  time_s: float
+  policy_version: int
+  episodes: int
+  return_mean: float
+  return_std: float
+
+
+@dataclasses.dataclass
+class _Series:
+  """One metric of one process. Only finite values enter mean and maximum."""
+
+  first: float = math.nan
+  last: float = math.nan
+  base: float = 0.0
+  total: float = 0.0
+  count: int = 0
+  maximum: float = -math.inf
+
+  def add(self, value: float, is_total: bool) -> None:
+    if is_total and value < self.last:
+      self.base += self.last  # The process was restarted and counts from 0.
+    if math.isnan(self.first):
+      self.first = value
+    self.last = value
+    if math.isfinite(value):
+      self.total += value
+      self.count += 1
+      self.maximum = max(self.maximum, value)
+
+
+class RunState:
+  """Latest values, totals and averages by metric name, and the returns."""
+
+  def __init__(self) -> None:
+    self._series: dict[tuple[str, str], _Series] = {}
+    self._times: dict[str, tuple[float, float]] = {}
+    self.training_returns: collections.deque[float] = collections.deque(
+        maxlen=_RETURNS_KEPT
+    )
+    self.evaluations: collections.deque[Evaluation] = collections.deque(
+        maxlen=_RETURNS_KEPT
+    )
+
+  def update(self, rows: Iterable[reader.Row]) -> None:
+    """Takes in new rows."""
+    for row in rows:
+      first_s, _ = self._times.get(row.role, (row.time_s, row.time_s))
+      self._times[row.role] = (first_s, row.time_s)
+      for name, value in row.values.items():
+        series = self._series.setdefault((row.role, name), _Series())
+        series.add(value, name.endswith('_total'))
+      if math.isfinite(row.values.get('episode_return_mean', math.nan)):
+        self.training_returns.append(row.values['episode_return_mean'])
+      if 'evaluation_return_mean' in row.values:
+        self.evaluations.append(_evaluation(row))
+
+  def latest(self, kind: str, name: str) -> float:
+    """Mean over the processes of a kind of their latest value, or NaN."""
+    values = [series.last for series in self._of(kind, name)]
+    return sum(values) / len(values) if values else math.nan
+
+  def latest_sum(self, kind: str, name: str) -> float:
+    """Sum over the processes of a kind of their latest value; restarts of a
+    process do not reset a `_total`. NaN if there is none."""
+    series = self._of(kind, name)
+    return sum(s.base + s.last for s in series) if series else math.nan
+
+  def mean(self, kind: str, name: str) -> float:
+    """Mean over all rows of a kind, or NaN."""
+    series = self._of(kind, name)
+    count = sum(s.count for s in series)
+    return sum(s.total for s in series) / count if count else math.nan
+
+  def maximum(self, kind: str, name: str) -> float:
+    """Largest value in any row of a kind, or NaN."""
+    values = [s.maximum for s in self._of(kind, name) if s.count]
+    return max(values) if values else math.nan
+
+  def rate(self, role: str, name: str) -> float:
+    """Growth per second of a counter from a role's first row to its last."""
+    series = self._series.get((role, name))
+    first_s, last_s = self._times.get(role, (0.0, 0.0))
+    if series is None or last_s <= first_s:
+      return math.nan
+    return (series.base + series.last - series.first) / (last_s - first_s)
+
+  def drops(self) -> dict[str, int]:
+    """Trajectories dropped so far, by cause; only causes that occurred."""
+    counts = {
+        cause: self.latest_sum(metrics.LEARNER, f'dropped_{cause}_total')
+        for cause in metrics.DROP_CAUSES
+    }
+    return {cause: int(n) for cause, n in counts.items() if n > 0}
+
+  def _of(self, kind: str, name: str) -> list[_Series]:
+    return [
+        series
+        for (role, series_name), series in self._series.items()
+        if series_name == name and kind_of(role) == kind
+    ]
+
+
+def kind_of(role: str) -> str:
+  """`actor_3` -> `actor`."""
+  return re.sub(r'_\d+$', '', role)
+
+
+def _evaluation(row: reader.Row) -> Evaluation:
+  version = row.values.get('policy_version', row.step)
+  return Evaluation(
+      time_s=row.time_s,
+      policy_version=int(version),
+      episodes=int(row.values.get('evaluation_episodes', 0)),
+      return_mean=row.values['evaluation_return_mean'],
+      return_std=row.values.get('evaluation_return_std', math.nan),
+  )
