@@ -1,0 +1,1 @@
+"""Environments by one string, and N of them behind one interface of arrays."""
