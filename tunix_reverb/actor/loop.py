@@ -69,7 +69,7 @@ class ActorLoop:
       variables: core.VariableSource,
       variable_update_period_s: float,
   ):
-    """The policy must have its first variables before `step` is called."""
+    """Call `wait_for_variables` before `step`."""
     self._environment = environment
     self._policy = policy
     self._adder = adder
@@ -83,6 +83,18 @@ class ActorLoop:
     self.statistics = EpisodeStatistics(num)
     self.account = timing.TimeAccount('environment', 'act', 'adder')
     self.actor_steps = 0
+
+  def wait_for_variables(self, timeout_s: float) -> bool:
+    """Waits for the first variables; returns False at the deadline."""
+    first = self._variables.get_variables(1, timeout_s)
+    if first is not None:
+      self._policy.set_variables(first)
+    return first is not None
+
+  @property
+  def policy_version(self) -> int:
+    """Version of the variables in use; 0 before the first."""
+    return self._policy.policy_version
 
   def step(self, timeout_s: float) -> bool:
     """Serves the environments that are ready.

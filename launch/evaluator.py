@@ -1,0 +1,116 @@
+"""Plays evaluation episodes: beside training, or of a checkpoint.
+
+With --checkpoint=<run_dir> it plays once, prints mean, spread and episode
+count, and ends. Without, it follows the variables of a live run.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import time
+
+from absl import flags
+
+from launch import app
+from launch import topology
+
+flags.DEFINE_string(
+    'checkpoint',
+    None,
+    'A run directory, or its checkpoints/learner, to evaluate once.',
+)
+
+
+def run_evaluator(context: app.RoleContext) -> int:
+  """Evaluates a checkpoint, or a live run until told to stop."""
+  from tunix_reverb.actor import evaluation
+  from tunix_reverb.agents.vtrace import builder
+
+  config = context.config
+  agent = builder.make_agent_spec(config)
+  environment, policy = builder.make_evaluator(
+      config,
+      agent,
+      num_environments=evaluation.environments_for(
+          config.evaluation.evaluation_episodes
+      ),
+  )
+
+  def evaluate():
+    return evaluation.evaluate(
+        environment,
+        policy,
+        num_episodes=config.evaluation.evaluation_episodes,
+        keep_going=lambda: not context.stop.is_set(),
+        on_progress=context.watchdog.progress,
+    )
+
+  try:
+    if flags.FLAGS.checkpoint:
+      return _evaluate_checkpoint(context, agent, policy, evaluate)
+    _follow(context, policy, evaluate)
+    return 0
+  finally:
+    environment.close()
+
+
+def _evaluate_checkpoint(context, agent, policy, evaluate) -> int:
+  from tunix_reverb.agents.vtrace import builder
+
+  directory = pathlib.Path(flags.FLAGS.checkpoint)
+  variables = builder.load_variables(context.config, agent, directory)
+  policy.set_variables(variables)
+  print(
+      f'evaluator: playing {context.config.evaluation.evaluation_episodes} '
+      f'episodes of {context.config.environment} with version '
+      f'{variables.policy_version} from {directory}',
+      flush=True,
+  )
+  result = evaluate()
+  if result is None:
+    print('evaluator: stopped before the last episode', flush=True)
+    return 1
+  print(
+      f'return {result.returns.mean():.3f} +- {result.returns.std():.3f} '
+      f'(mean +- standard deviation over {result.returns.size} episodes), '
+      f'from {result.returns.min():.3f} to {result.returns.max():.3f}; '
+      f'length {result.lengths.mean():.1f}'
+  )
+  return 0
+
+
+def _follow(context, policy, evaluate) -> None:
+  """Evaluates the newest variables of a live run, again and again."""
+  from tunix_reverb.replay import clients
+
+  address = topology.replay_servers(
+      flags.FLAGS.replay_servers, context.run_dir
+  )[0]
+  period_s = context.config.evaluation.evaluation_period_s
+  variables = clients.make_variable_source(address, period_s=period_s)
+  try:
+    while not context.stop.is_set():
+      with context.watchdog.waiting(
+          f'{context.role} waits for newer variables of {address}'
+      ):
+        newer = variables.get_variables(policy.policy_version + 1, 0.5)
+      if newer is None:
+        continue
+      began_s = time.monotonic()
+      policy.set_variables(newer)
+      result = evaluate()
+      if result is None:
+        return
+      context.logger.write(result.metrics(), result.policy_version)
+      context.stop.wait(max(0.0, period_s - (time.monotonic() - began_s)))
+  finally:
+    variables.close()
+
+
+def main() -> None:
+  """Entry point."""
+  app.run(run_evaluator, role='evaluator', single_threaded_xla=True)
+
+
+if __name__ == '__main__':
+  main()

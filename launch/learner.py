@@ -1,0 +1,84 @@
+"""The learner process: updates without pause and publishes variables."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from absl import flags
+
+from launch import app
+from launch import topology
+
+
+def run_learner(context: app.RoleContext) -> int:
+  """Learns until `max_learner_steps` or until it is told to stop."""
+  from tunix_reverb.agents.vtrace import builder
+  from tunix_reverb.agents.vtrace import session as session_lib
+  from tunix_reverb.learner import publisher as publisher_lib
+  from tunix_reverb.replay import clients
+  from tunix_reverb.telemetry import compiles
+  from tunix_reverb.telemetry import milestones as milestones_lib
+
+  compile_counter = compiles.CompileCounter()
+  milestones = milestones_lib.Milestones(context.run_dir, context.role)
+  milestones.mark('imported')
+  config, stop, watchdog = context.config, context.stop, context.watchdog
+  addresses = topology.replay_servers(
+      flags.FLAGS.replay_servers, context.run_dir
+  )
+  agent = builder.make_agent_spec(config)
+  with watchdog.waiting('learner waits for XLA to compile its updates'):
+    parts = builder.make_learner_parts(config, agent)
+  milestones.mark(f'compiled {len(parts.buckets)} buckets')
+  clients.connect(
+      addresses,
+      columns=agent.columns,
+      table_config=builder.make_table_config(config),
+      watchdog=watchdog,
+      stop=stop,
+      timeout_s=config.watchdog_s,
+  )
+  sampler = clients.make_sampler(addresses, columns=agent.columns)
+  sink = clients.make_variable_sink(addresses[0], run_dir=context.run_dir)
+  publisher = publisher_lib.Publisher(sink)
+  session = session_lib.LearnerSession(
+      config,
+      agent,
+      parts,
+      sampler=sampler,
+      publisher=publisher,
+      logger=context.logger,
+      watchdog=watchdog,
+      milestones=milestones,
+      compile_counter=compile_counter,
+      run_dir=context.run_dir,
+  )
+  try:
+    threading.Thread(
+        target=lambda: (stop.wait(), session.stop()),
+        name='stop learner',
+        daemon=True,
+    ).start()
+    with watchdog.waiting(
+        'learner waits for items of table trajectories of '
+        + ', '.join(addresses)
+    ):
+      session.run()
+  finally:
+    began_s = time.monotonic()
+    session.close()
+    publisher.close(timeout_s=1.0)
+    sink.close()
+    sampler.close()
+    print(f'learner: closed in {time.monotonic() - began_s:.1f} s', flush=True)
+  return 0
+
+
+def main() -> None:
+  """Entry point."""
+  app.run(run_learner, role='learner', single_threaded_xla=True)
+
+
+if __name__ == '__main__':
+  main()

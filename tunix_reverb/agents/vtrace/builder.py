@@ -1,0 +1,317 @@
+"""Wires the parts of the V-trace agent together: the one composition root.
+
+Every role builds its parts here, from the same config, so that they agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+import tree
+
+from tunix_reverb import core
+from tunix_reverb import specs
+from tunix_reverb import types
+from tunix_reverb.actor import loop as loop_lib
+from tunix_reverb.actor import policy as policy_lib
+from tunix_reverb.agents.vtrace import config as config_lib
+from tunix_reverb.batching import buckets as buckets_lib
+from tunix_reverb.batching import packer as packer_lib
+from tunix_reverb.environments import factory
+from tunix_reverb.learner import feed as feed_lib
+from tunix_reverb.learner import learner as learner_lib
+from tunix_reverb.learner import optimiser as optimiser_lib
+from tunix_reverb.learner import publisher as publisher_lib
+from tunix_reverb.learner import update as update_lib
+from tunix_reverb.networks import policy_network
+from tunix_reverb.replay import adder as adder_lib
+from tunix_reverb.replay import tables
+from tunix_reverb.sharding import mesh as mesh_lib
+from tunix_reverb.staleness import bound as bound_lib
+from tunix_reverb.telemetry import drops as drops_lib
+from tunix_reverb.telemetry import metrics as metrics_lib
+
+# Seeds of different purposes are kept apart by these strides.
+_ACTOR_SEED_STRIDE = 10_007
+_EVALUATOR_SEED = 5_000_011
+
+
+@dataclasses.dataclass(frozen=True)
+class AgentSpec:
+  """What every role derives from the config alone.
+
+  Attributes:
+    environment: specs of one environment.
+    network: the policy network.
+    columns: `specs.ColumnSpec` of every column of an item.
+  """
+
+  environment: specs.EnvironmentSpec
+  network: policy_network.PolicyNetwork
+  columns: types.Trajectories
+
+
+def make_agent_spec(config: config_lib.ExperimentConfig) -> AgentSpec:
+  """Makes one environment to read its specs, and the network for them."""
+  environment_spec = factory.environment_spec(
+      config.environment, seed=config.seed
+  )
+  network = policy_network.make_policy_network(
+      environment_spec,
+      torso=config.network.torso,
+      hidden_sizes=config.network.hidden_sizes,
+      core=config.network.core,
+      core_size=config.network.core_size,
+  )
+  columns = specs.trajectories_spec(environment_spec, network.core_state_spec())
+  return AgentSpec(environment_spec, network, columns)
+
+
+def make_table_config(config: config_lib.ExperimentConfig) -> tables.TableConfig:
+  """What the replay server serves."""
+  replay = config.replay
+  return tables.TableConfig(
+      mode=replay.replay_mode,
+      sampler=replay.sampler,
+      priority_exponent=replay.priority_exponent,
+      max_items=replay.max_table_items,
+      min_items=replay.min_table_items,
+      samples_per_insert=replay.samples_per_insert,
+      samples_per_insert_tolerance=replay.samples_per_insert_tolerance,
+  )
+
+
+def make_buckets(
+    config: config_lib.ExperimentConfig, *, row_multiple: int = 1
+) -> tuple[buckets_lib.Bucket, ...]:
+  """The batch shapes."""
+  return buckets_lib.make_buckets(
+      config.batch.bucket_lengths,
+      batch_positions=config.batch.batch_positions,
+      row_multiple=row_multiple,
+  )
+
+
+def make_bound(config: config_lib.ExperimentConfig) -> bound_lib.StalenessBound:
+  """The staleness bound."""
+  return bound_lib.StalenessBound(
+      max_policy_lag=config.staleness.max_policy_lag,
+      max_age_s=config.staleness.max_age_s,
+  )
+
+
+def make_actor_loop(
+    config: config_lib.ExperimentConfig,
+    agent: AgentSpec,
+    *,
+    actor_id: int,
+    writer: core.ItemWriter,
+    variables: core.VariableSource,
+    keep_waiting: Callable[[], bool] = lambda: True,
+) -> tuple[
+    loop_lib.ActorLoop, adder_lib.TrajectoryAdder, core.VectorEnvironment
+]:
+  """One actor process's loop, its adder and its environments.
+
+  The loop's policy has no variables yet: call `loop.wait_for_variables` first.
+  """
+  num = config.actor.environments_per_actor
+  seed = config.seed + _ACTOR_SEED_STRIDE * (actor_id + 1)
+  environment = factory.make_vector(
+      config.environment,
+      num_environments=num,
+      mode=config.actor.environment_mode,
+      seed=seed,
+      timeout_s=config.actor.environment_timeout_s,
+  )
+  adder = adder_lib.TrajectoryAdder(
+      columns=agent.columns,
+      num_environments=num,
+      trajectory_length=config.actor.trajectory_length,
+      writer=writer,
+      actor_id=actor_id,
+      item_bytes=config.actor.item_bytes,
+      item_age_s=config.actor.item_age_s,
+      keep_waiting=keep_waiting,
+  )
+  policy = policy_lib.BatchedPolicy(
+      agent.network, num_environments=num, seed=seed
+  )
+  loop = loop_lib.ActorLoop(
+      environment=environment,
+      policy=policy,
+      adder=adder,
+      variables=variables,
+      variable_update_period_s=config.actor.variable_update_period_s,
+  )
+  return loop, adder, environment
+
+
+def make_evaluator(
+    config: config_lib.ExperimentConfig,
+    agent: AgentSpec,
+    *,
+    num_environments: int,
+) -> tuple[core.VectorEnvironment, policy_lib.BatchedPolicy]:
+  """Environments and a greedy policy for evaluation."""
+  environment = factory.make_vector(
+      config.environment,
+      num_environments=num_environments,
+      mode='vectorised',
+      seed=config.seed + _EVALUATOR_SEED,
+      timeout_s=config.actor.environment_timeout_s,
+  )
+  policy = policy_lib.BatchedPolicy(
+      agent.network,
+      num_environments=num_environments,
+      seed=config.seed,
+      greedy=True,
+  )
+  return environment, policy
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnerParts:
+  """The compiled update and what it works on.
+
+  Attributes:
+    mesh: the device mesh.
+    buckets: batch shapes; rows divide over the mesh.
+    state: fresh `update.LearnerState` on the mesh.
+    updates: compiled update by row length.
+  """
+
+  mesh: jax.sharding.Mesh
+  buckets: tuple[buckets_lib.Bucket, ...]
+  state: update_lib.LearnerState
+  updates: Mapping[int, learner_lib.CompiledUpdate]
+
+
+def make_learner_parts(
+    config: config_lib.ExperimentConfig,
+    agent: AgentSpec,
+    *,
+    devices: Sequence[jax.Device] | None = None,
+) -> LearnerParts:
+  """Makes the mesh and the state, and compiles the update of every bucket.
+
+  Raises:
+    ValueError: `data_axis` asks for more devices than there are.
+  """
+  devices = list(devices or jax.devices())
+  data = config.learner.data_axis or len(devices)
+  if data > len(devices):
+    raise ValueError(
+        f'data_axis ({data}) must be <= the devices there are ({len(devices)})'
+    )
+  mesh = mesh_lib.make_mesh(devices[:data], data=data)
+  learner = config.learner
+  optimiser = optimiser_lib.make_optimiser(
+      learning_rate=learner.learning_rate,
+      learning_rate_end=learner.learning_rate_end,
+      decay_steps=learner.learning_rate_decay_steps,
+      max_grad_norm=learner.max_grad_norm,
+  )
+  state = update_lib.init_state(
+      agent.network, optimiser, mesh, key=jax.random.PRNGKey(config.seed)
+  )
+  update = update_lib.make_update(
+      agent.network, optimiser, mesh, _loss_config(learner)
+  )
+  buckets = make_buckets(
+      config, row_multiple=mesh_lib.num_batch_shards(mesh)
+  )
+  updates = {
+      bucket.length: update.lower(
+          state,
+          mesh_lib.place_batch(
+              packer_lib.empty_batch(bucket, agent.columns), mesh
+          ),
+      ).compile()
+      for bucket in buckets
+  }
+  return LearnerParts(mesh, buckets, state, updates)
+
+
+def make_feed(
+    config: config_lib.ExperimentConfig,
+    agent: AgentSpec,
+    parts: LearnerParts,
+    *,
+    sampler: core.ItemSampler,
+    drops: drops_lib.DropCounter,
+    learner_version: Callable[[], int],
+    on_item: Callable[[], None] = lambda: None,
+) -> feed_lib.Feed:
+  """The feed from a sampler to the mesh; call `start` on it."""
+  return feed_lib.Feed(
+      sampler,
+      packer_lib.Packer(
+          buckets=parts.buckets,
+          columns=agent.columns,
+          window=config.batch.packing_window,
+      ),
+      bound=make_bound(config),
+      drops=drops,
+      place=lambda batch: mesh_lib.place_batch(batch, parts.mesh),
+      learner_version=learner_version,
+      prefetch_batches=config.batch.prefetch_batches,
+      on_item=on_item,
+  )
+
+
+def make_drop_counter() -> drops_lib.DropCounter:
+  """Counts drops by the causes that the metrics name."""
+  return drops_lib.DropCounter(metrics_lib.DROP_CAUSES)
+
+
+def make_learner(
+    config: config_lib.ExperimentConfig,
+    parts: LearnerParts,
+    *,
+    batches: Iterator[types.PackedBatch | None],
+    drops: drops_lib.DropCounter,
+    publisher: publisher_lib.Publisher | None = None,
+    on_report: Callable[[Mapping[str, float], int], None] | None = None,
+) -> learner_lib.PackedLearner:
+  """The learner over any iterator of packed batches."""
+  return learner_lib.PackedLearner(
+      state=parts.state,
+      updates=parts.updates,
+      batches=batches,
+      bound=make_bound(config),
+      drops=drops,
+      publisher=publisher,
+      limits=learner_lib.RunLimits(
+          publish_period=config.learner.publish_period,
+          max_non_finite_updates=config.learner.max_non_finite_updates,
+      ),
+      on_report=on_report,
+  )
+
+
+def num_params(params: types.Nest) -> int:
+  """How many numbers a params pytree holds."""
+  return sum(int(np.size(leaf)) for leaf in tree.flatten(params))
+
+
+def checkpoint_dir(run_dir: pathlib.Path) -> pathlib.Path:
+  """Where the learner of a run keeps its checkpoints."""
+  return run_dir / 'checkpoints' / 'learner'
+
+
+def _loss_config(learner: config_lib.LearnerConfig) -> Any:
+  return update_lib.LossConfig(
+      discount_factor=learner.discount_factor,
+      rho_bar=learner.rho_bar,
+      c_bar=learner.c_bar,
+      vtrace_lambda=learner.vtrace_lambda,
+      baseline_cost=learner.baseline_cost,
+      entropy_cost=learner.entropy_cost,
+      reward_clip=learner.reward_clip,
+  )
