@@ -107,13 +107,14 @@ $(LOCKS:%=$(VENV)/.%): $(VENV)/.%: requirements/%.txt
 	@total=$$(grep -c '^[a-z].*==' $<); count=0; \
 	echo "Installing the $$total packages of $<"; \
 	$(PIP) install --no-deps --require-hashes --no-build-isolation \
-	  --progress-bar off -r $< | while IFS= read -r line; do \
+	  --progress-bar off -r $< 2> $(VENV)/pip.log \
+	  | while IFS= read -r line; do \
 	  case "$$line" in \
 	    Collecting* | 'Requirement already'*) \
 	      count=$$((count + 1)); \
 	      if [[ -t 1 ]]; then \
-	        name=$${line#Collecting }; \
-	        printf '\r\033[K  [%d/%d] %.60s' $$count $$total "$${name%% (*}"; \
+	        name=$${line#*: }; name=$${name#Collecting }; name=$${name%% *}; \
+	        printf '\r\033[K  [%d/%d] %.60s' $$count $$total "$$name"; \
 	      elif (( count % 25 == 0 )); then \
 	        echo "  [$$count/$$total]"; \
 	      fi ;; \
@@ -121,7 +122,7 @@ $(LOCKS:%=$(VENV)/.%): $(VENV)/.%: requirements/%.txt
 	      if [[ -t 1 ]]; then printf '\r\033[K'; fi; \
 	      echo '  unpacking' ;; \
 	  esac; \
-	done; \
+	done || { grep -v '^WARNING' $(VENV)/pip.log >&2; exit 1; }; \
 	if [[ -t 1 ]]; then printf '\r\033[K'; fi
 	@touch $@
 
