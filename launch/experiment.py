@@ -91,8 +91,8 @@ def make_specs(
   servers = ','.join(f'localhost:{port}' for port in ports)
 
   def command(role: str, *flags: str) -> list[str]:
-    return [sys.executable, '-m', f'launch.{role}', f'--run_dir={run_dir}',
-            '--supervised', *flags]
+    return [*_interpreter(sys.executable), '-m', f'launch.{role}',
+            f'--run_dir={run_dir}', '--supervised', *flags]
 
   specs = [
       supervisor_lib.ProcessSpec(
@@ -200,6 +200,8 @@ class Experiment:
         supervisor.start()
         outcome = self._watch(supervisor, reader, state, console)
         console.say(f'{outcome.reason}; stopping')
+        if outcome.detail:
+          console.say(outcome.detail)
       finally:
         supervisor.stop(_STOP_DEADLINE_S)
       state.update(reader.poll())
@@ -209,6 +211,8 @@ class Experiment:
         wall_s=time.monotonic() - start_s, restarts=supervisor.restarts(),
     )
     self._report(summary)
+    if outcome.failed:
+      print(f'error: {outcome.reason}', file=sys.stderr)
     return 1 if outcome.failed or solved is False else 0
 
   def _watch(self, supervisor, reader, state, console):
@@ -271,6 +275,10 @@ def _solved_text(state: run_state.RunState) -> str:
 def _python() -> str:
   """This interpreter as one would type it here."""
   relative = os.path.relpath(sys.executable)
-  return shlex.quote(
-      sys.executable if relative.startswith('..') else relative
-  )
+  path = sys.executable if relative.startswith('..') else relative
+  return shlex.join(_interpreter(path))
+
+
+def _interpreter(path: str) -> list[str]:
+  """`path` with the option that decides between checkout and installation."""
+  return [path, '-P'] if sys.flags.safe_path else [path]

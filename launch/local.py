@@ -28,7 +28,7 @@ absl_flags.DEFINE_boolean(
 )
 
 
-def main(context: app.RoleContext) -> int:
+def run_local(context: app.RoleContext) -> int:
   """Runs one experiment; returns the exit status."""
   config, resume = context.config, flags.FLAGS.resume
   evaluation = config.evaluation
@@ -60,5 +60,10 @@ def main(context: app.RoleContext) -> int:
     ).run()
 
 
+def main() -> None:
+  """Entry point."""
+  app.run(run_local, role='local', stop_deadline_s=9.9)
+
+
 if __name__ == '__main__':
-  app.run(main, role='local', stop_deadline_s=9.9)
+  main()

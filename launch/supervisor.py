@@ -60,10 +60,17 @@ class BackOff:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """Why the run is over: `failed`, and the reason as text for the user."""
+  """Why the run is over.
+
+  Attributes:
+    failed: whether something went wrong.
+    reason: one line for the user.
+    detail: more lines, such as the end of a log; may be empty.
+  """
 
   failed: bool
   reason: str
+  detail: str = ''
 
 
 class _Process:
@@ -185,10 +192,6 @@ class Supervisor:
     self._wait(killed, time.monotonic() + 1.0)
     return [process.spec.name for process in killed]
 
-  def log_tail(self, name: str) -> str:
-    """The last lines that the latest start of `name` wrote."""
-    return _tail(self._log_dir / f'{name}.log')
-
   def _spawn(self, process: _Process) -> None:
     spec = process.spec
     process.restart_at_s = None
@@ -252,8 +255,7 @@ class Supervisor:
 
   def _fail(self, process: _Process, reason: str) -> None:
     path = self._log_dir / f'{process.spec.name}.log'
-    tail = _tail(path)
-    self._end(Outcome(True, f'{reason}; the end of {path}:\n{tail}'))
+    self._end(Outcome(True, reason, f'The end of {path}:\n{_tail(path)}'))
 
   def _end(self, outcome: Outcome) -> None:
     if self.outcome is None:  # The first cause is the one to report.
