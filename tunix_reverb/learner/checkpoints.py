@@ -1,0 +1,300 @@
+"""Learner checkpoints: written in the background, verified when read.
+
+One directory per checkpoint, named by its learner step, written by Orbax (which
+makes it appear by a rename) and sealed by a list of checksums of all its files.
+Only a sealed checkpoint whose files still match is ever loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pathlib
+import shutil
+import threading
+from typing import Any, Callable, Mapping
+import zlib
+
+import jax
+import orbax.checkpoint as ocp
+
+from tunix_reverb import errors
+from tunix_reverb import types
+
+_SEAL = 'checksums.json'
+_TMP_MARK = '.orbax-checkpoint-tmp'
+_READ_BYTES = 1 << 22
+
+Metadata = Mapping[str, Any]
+
+
+class LearnerCheckpointer:
+  """Saves and restores learner states under one local directory.
+
+  One writer per directory. Not thread-safe: one thread calls it.
+  """
+
+  def __init__(
+      self, directory: str | os.PathLike[str], *, max_to_keep: int
+  ):
+    """Reads nothing yet; `save` creates the directory.
+
+    Args:
+      directory: holds nothing but checkpoints.
+      max_to_keep: newest complete checkpoints kept on disk.
+    """
+    if max_to_keep < 1:
+      raise ValueError(f'max_to_keep ({max_to_keep}) must be >= 1')
+    self._directory = pathlib.Path(directory).absolute()
+    self._max_to_keep = max_to_keep
+    self._checkpointer = ocp.AsyncCheckpointer(
+        ocp.CompositeCheckpointHandler('state', 'metadata')
+    )
+    self._thread: threading.Thread | None = None
+    self._failure: Exception | None = None
+    self._saving: pathlib.Path | None = None
+    self._damaged: set[int] = set()
+
+  def save(
+      self, step: int, state: types.Nest, metadata: Metadata
+  ) -> bool:
+    """Starts to save; returns once the state may be donated or changed.
+
+    Args:
+      step: the learner step, names the checkpoint.
+      state: pytree of arrays.
+      metadata: whatever JSON holds, restored beside the state.
+
+    Returns:
+      Whether a save was started: False while another is being written, or if
+      this step is already saved.
+
+    Raises:
+      errors.CheckpointError: the save before this one failed (this one was not
+        started), or this one failed at once. Training can go on, and the next
+        call tries anew.
+    """
+    self.check()
+    if self._thread is not None and self._thread.is_alive():
+      return False
+    path = self._directory / str(step)
+    if (path / _SEAL).exists() and step not in self._damaged:
+      return False
+    try:
+      self._directory.mkdir(parents=True, exist_ok=True)
+      self._checkpointer.save(
+          path,
+          args=ocp.args.Composite(
+              state=ocp.args.StandardSave(state),
+              metadata=ocp.args.JsonSave(dict(metadata)),
+          ),
+          force=True,
+      )
+    except Exception as e:
+      self._remove_incomplete()
+      raise self._write_error(path, e) from e
+    self._damaged.discard(step)
+    self._saving = path
+    self._thread = threading.Thread(
+        target=self._finish, args=(path,), name='checkpoint_seal', daemon=True
+    )
+    self._thread.start()
+    return True
+
+  def check(self) -> None:
+    """Raises `errors.CheckpointError`, once, if a background save failed."""
+    if self._failure is not None:
+      failure, self._failure = self._failure, None
+      raise self._write_error(self._saving, failure) from failure
+
+  def wait(self, timeout_s: float) -> None:
+    """Waits until the save in progress, if any, is complete.
+
+    Raises:
+      errors.DeadlineExceededError: it takes longer than `timeout_s`.
+      errors.CheckpointError: it failed.
+    """
+    if self._thread is not None:
+      self._thread.join(timeout_s)
+      if self._thread.is_alive():
+        raise errors.DeadlineExceededError(
+            f'checkpointer waited {timeout_s:g} s for {self._saving} to be '
+            'written; the disk is slower than this or hangs'
+        )
+    self.check()
+
+  def close(self, timeout_s: float) -> None:
+    """Waits like `wait`, then ends the background threads."""
+    self.wait(timeout_s)
+    self._checkpointer.close()
+
+  def steps(self) -> list[int]:
+    """Learner steps of the complete checkpoints on disk, ascending."""
+    return [s for s in self._all_steps() if (self._path(s) / _SEAL).exists()]
+
+  def latest_metadata(self) -> Metadata:
+    """The metadata alone, of the newest checkpoint that can be loaded.
+
+    Raises:
+      errors.CheckpointError: there is none.
+    """
+    return self._newest(self._restore_metadata)
+
+  def restore_latest(self, template: types.Nest) -> tuple[types.Nest, Metadata]:
+    """Loads the newest checkpoint, or the one before if that is damaged.
+
+    Args:
+      template: pytree of arrays or of `jax.ShapeDtypeStruct` with `sharding`;
+        says the structure and where each leaf goes.
+
+    Returns:
+      (state, metadata), bit for bit what was saved.
+
+    Raises:
+      errors.CheckpointError: there is none that can be loaded; names every one
+        that was tried, and why it was not.
+    """
+    template = jax.tree_util.tree_map(ocp.utils.to_shape_dtype_struct, template)
+
+    def restore(path: pathlib.Path) -> tuple[types.Nest, Metadata]:
+      restored = self._checkpointer.restore(
+          path,
+          args=ocp.args.Composite(state=ocp.args.StandardRestore(template)),
+      )
+      return restored['state'], self._restore_metadata(path)
+
+    return self._newest(restore)
+
+  def _restore_metadata(self, path: pathlib.Path) -> Metadata:
+    return self._checkpointer.restore(
+        path, args=ocp.args.Composite(metadata=ocp.args.JsonRestore())
+    )['metadata']
+
+  def _newest(self, load: Callable[[pathlib.Path], Any]) -> Any:
+    """load(path) of the newest checkpoint for which it works."""
+    reasons = []
+    for step in reversed(self._all_steps()):
+      path = self._path(step)
+      try:
+        _verify(path)
+        result = load(path)
+      # Orbax and TensorStore raise almost any type for a damaged file.
+      except Exception as e:  # pylint: disable=broad-exception-caught
+        self._damaged.add(step)
+        reasons.append(f'{step} ({_one_line(e)})')
+        continue
+      if reasons:
+        logging.getLogger(__name__).warning(
+            'Fell back to checkpoint %s; not loadable: %s',
+            path, '; '.join(reasons),
+        )
+      return result
+    if not reasons:
+      raise errors.CheckpointError(
+          f'no checkpoint in {self._directory}; name the directory that a '
+          'learner has saved to'
+      )
+    raise errors.CheckpointError(
+        f'no checkpoint in {self._directory} can be loaded; tried '
+        + '; '.join(reasons)
+    )
+
+  def _finish(self, path: pathlib.Path) -> None:
+    """Background thread: waits for the files, seals them, tidies up."""
+    try:
+      self._checkpointer.wait_until_finished()
+      _seal(path)
+      self._prune()
+    # Told by `check`, `save` or `wait`: a full disk must not end the training.
+    except Exception as e:  # pylint: disable=broad-exception-caught
+      self._remove_incomplete()
+      self._failure = e
+
+  def _prune(self) -> None:
+    """Removes what is damaged, incomplete or beyond `max_to_keep`."""
+    self._remove_incomplete()
+    for step in self._damaged:
+      shutil.rmtree(self._path(step), ignore_errors=True)
+    for step in self.steps()[: -self._max_to_keep]:
+      # Unsealed first: one removed by half is never taken for complete.
+      (self._path(step) / _SEAL).unlink(missing_ok=True)
+      shutil.rmtree(self._path(step), ignore_errors=True)
+
+  def _remove_incomplete(self) -> None:
+    """Removes what interrupted saves left; call while none is running."""
+    if not self._directory.is_dir():
+      return
+    for path in self._directory.iterdir():
+      name = path.name.removesuffix('.json')
+      is_tmp = _TMP_MARK in name and name.split('.')[0].isdigit()
+      if is_tmp or (name.isdigit() and not (path / _SEAL).exists()):
+        shutil.rmtree(path, ignore_errors=True)
+
+  def _all_steps(self) -> list[int]:
+    """Every finished directory, sealed or not."""
+    if not self._directory.is_dir():
+      return []
+    return sorted(
+        int(p.name) for p in self._directory.iterdir() if p.name.isdigit()
+    )
+
+  def _path(self, step: int) -> pathlib.Path:
+    return self._directory / str(step)
+
+  def _write_error(
+      self, path: pathlib.Path | None, cause: Exception
+  ) -> errors.CheckpointError:
+    steps = self.steps()
+    return errors.CheckpointError(
+        f'checkpoint {path} could not be written: {_one_line(cause)}; free '
+        'space or make the directory writable. The newest complete checkpoint '
+        f'is {steps[-1] if steps else "none"}'
+    )
+
+
+def _seal(path: pathlib.Path) -> None:
+  """Writes sizes and checksums of all files of a finished checkpoint."""
+  sums = {
+      str(p.relative_to(path)): [p.stat().st_size, _crc32(p)]
+      for p in sorted(path.rglob('*'))
+      if p.is_file()
+  }
+  tmp = path / f'{_SEAL}.tmp'
+  with open(tmp, 'w', encoding='utf-8') as f:
+    json.dump(sums, f)
+    f.flush()
+    os.fsync(f.fileno())
+  os.replace(tmp, path / _SEAL)
+
+
+def _verify(path: pathlib.Path) -> None:
+  """Raises `ValueError` unless every sealed file is what it was."""
+  try:
+    sums = json.loads((path / _SEAL).read_text(encoding='utf-8'))
+  except FileNotFoundError as e:
+    raise ValueError(f'incomplete: it has no {_SEAL}') from e
+  for name, (size, crc32) in sums.items():
+    file = path / name
+    if not file.is_file():
+      raise ValueError(f'{name} is absent')
+    if file.stat().st_size != size:
+      raise ValueError(
+          f'{name} has {file.stat().st_size} bytes instead of {size}'
+      )
+    if _crc32(file) != crc32:
+      raise ValueError(f'the checksum of {name} differs')
+
+
+def _crc32(path: pathlib.Path) -> int:
+  value = 0
+  with open(path, 'rb') as f:
+    while chunk := f.read(_READ_BYTES):
+      value = zlib.crc32(chunk, value)
+  return value
+
+
+def _one_line(e: Exception) -> str:
+  """The start of an error's text; Orbax's run over pages."""
+  text = ' '.join(str(e).split()) or type(e).__name__
+  return text if len(text) <= 300 else text[:297] + '...'

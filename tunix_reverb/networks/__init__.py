@@ -1,0 +1,1 @@
+"""Policy networks: torsos, recurrent cores, heads."""

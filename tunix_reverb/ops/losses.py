@@ -1,0 +1,125 @@
+"""The V-trace actor-critic loss as sums over one row.
+
+Sums, not means: the denominator is global over rows and devices, so whoever
+holds the mesh divides. L is the number of positions of the row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from tunix_reverb.ops import vtrace
+
+
+class LossSums(NamedTuple):
+  """Sums over the transitions that count in the loss; f32 scalars.
+
+  Gradients flow through `pg_loss`, `baseline_loss` and `entropy` only.
+
+  Attributes:
+    pg_loss: -log pi(a) times the V-trace advantage.
+    baseline_loss: 0.5 (vs - V)^2.
+    entropy: of the target policy, nats.
+    count: number of transitions summed over.
+    rho: importance ratios, unclipped.
+    rho_squared: their squares; (sum rho)^2 / (count sum rho^2) is the effective
+      sample size as a fraction.
+    rho_clipped: number of ratios above rho_bar.
+    value: value estimates.
+    policy_kl: estimates of KL(behaviour || target), rho - 1 - log rho (the
+      unbiased, non-negative estimator "k3" of Schulman 2020).
+  """
+
+  pg_loss: jax.Array
+  baseline_loss: jax.Array
+  entropy: jax.Array
+  count: jax.Array
+  rho: jax.Array
+  rho_squared: jax.Array
+  rho_clipped: jax.Array
+  value: jax.Array
+  policy_kl: jax.Array
+
+
+def vtrace_actor_critic_loss(
+    log_probs: jax.Array,
+    entropies: jax.Array,
+    values: jax.Array,
+    *,
+    rewards: jax.Array,
+    discounts: jax.Array,
+    behaviour_log_probs: jax.Array,
+    loss_mask: jax.Array,
+    segment_ids: jax.Array,
+    discount_factor: float,
+    rho_bar: float,
+    c_bar: float,
+    vtrace_lambda: float,
+    reward_clip: float,
+) -> LossSums:
+  """The loss of Espeholt et al. 2018, section 4.2, over one packed row.
+
+  Transitions with a False `loss_mask` stay in the trace as the identity (their
+  ratio is 1) and out of every sum.
+
+  Args:
+    log_probs: f32 [L], of the actions under the target policy.
+    entropies: f32 [L], of the target policy.
+    values: f32 [L].
+    rewards: f32 [L].
+    discounts: f32 [L], the environment's.
+    behaviour_log_probs: f32 [L].
+    loss_mask: bool [L].
+    segment_ids: i32 [L], 0 is padding.
+    discount_factor: the agent's constant.
+    rho_bar: see `vtrace.vtrace`.
+    c_bar: see `vtrace.vtrace`.
+    vtrace_lambda: see `vtrace.vtrace`.
+    reward_clip: rewards are clipped to +-this; 0 leaves them alone.
+
+  Returns:
+    `LossSums`.
+  """
+  arrays = [log_probs, entropies, values, rewards, discounts,
+            behaviour_log_probs, loss_mask, segment_ids]
+  chex.assert_rank(arrays, 1)
+  chex.assert_equal_shape(arrays)
+
+  if reward_clip > 0:
+    rewards = jnp.clip(rewards, -reward_clip, reward_clip)
+  is_transition = vtrace.transition_mask(segment_ids)
+  mask = loss_mask & is_transition
+  log_rhos = jnp.where(
+      mask, jax.lax.stop_gradient(log_probs) - behaviour_log_probs, 0.0
+  )
+  targets = vtrace.vtrace(
+      values,
+      rewards,
+      discounts * discount_factor,
+      log_rhos,
+      is_transition,
+      rho_bar=rho_bar,
+      c_bar=c_bar,
+      lambda_=vtrace_lambda,
+  )
+  # The clamped ratio, so that no metric can overflow either.
+  log_rhos = jnp.clip(
+      log_rhos, -vtrace.MAX_ABS_LOG_RHO, vtrace.MAX_ABS_LOG_RHO
+  )
+  masked_sum = lambda x: jnp.sum(jnp.where(mask, x, jnp.zeros_like(x)))
+  count = lambda x: jnp.sum((mask & x).astype(jnp.float32))
+  return LossSums(
+      pg_loss=masked_sum(-log_probs * targets.pg_advantages),
+      baseline_loss=masked_sum(0.5 * jnp.square(targets.vs - values)),
+      entropy=masked_sum(entropies),
+      count=count(mask),
+      rho=masked_sum(targets.rhos),
+      rho_squared=masked_sum(jnp.square(targets.rhos)),
+      rho_clipped=count(targets.rhos > rho_bar),
+      value=masked_sum(jax.lax.stop_gradient(values)),
+      policy_kl=masked_sum(targets.rhos - 1.0 - log_rhos),
+  )

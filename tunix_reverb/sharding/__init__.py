@@ -1,0 +1,1 @@
+"""The device mesh and what lives where on it."""

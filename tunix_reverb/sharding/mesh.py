@@ -1,0 +1,184 @@
+"""The device mesh: axis names, placement, and collectives over it.
+
+The only module that knows where `shard_map` lives. Mesh axes, outermost first:
+`data` and `fsdp` both split the rows of a batch, `sequence` splits positions,
+`tensor` splits params. Today params are replicated and rows are whole, so
+devices along `sequence` and `tensor` repeat each other's work.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any, Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tunix_reverb import types
+
+DATA = 'data'
+FSDP = 'fsdp'
+SEQUENCE = 'sequence'
+TENSOR = 'tensor'
+AXES = (DATA, FSDP, SEQUENCE, TENSOR)
+# The axes that hold different rows of a batch.
+BATCH_AXES = (DATA, FSDP)
+
+PartitionSpec = jax.sharding.PartitionSpec
+
+
+def make_mesh(
+    devices: Sequence[jax.Device],
+    *,
+    data: int,
+    fsdp: int = 1,
+    sequence: int = 1,
+    tensor: int = 1,
+) -> jax.sharding.Mesh:
+  """Arranges `devices` as [data, fsdp, sequence, tensor].
+
+  Raises:
+    ValueError: the sizes do not multiply to the number of devices.
+  """
+  shape = (data, fsdp, sequence, tensor)
+  if math.prod(shape) != len(devices) or min(shape) < 1:
+    raise ValueError(
+        f'mesh shape ({dict(zip(AXES, shape))}) must multiply to the number of '
+        f'devices ({len(devices)})'
+    )
+  # Not `jax.make_mesh`: newer JAX gives it Explicit axes.
+  return jax.sharding.Mesh(np.asarray(devices).reshape(shape), AXES)
+
+
+def shard_map(
+    fn: Callable[..., Any],
+    *,
+    mesh: jax.sharding.Mesh,
+    in_specs: Any,
+    out_specs: Any,
+) -> Callable[..., Any]:
+  """`jax.shard_map` of any JAX from 0.4.34 on, its replication check off.
+
+  Off because under the check the transpose of a replicated input inserts a
+  psum of its own: code that psums its gradients, as ours does, is then
+  silently wrong by the number of devices.
+  """
+  if hasattr(jax, 'shard_map'):
+    implementation = jax.shard_map
+  else:
+    from jax.experimental import shard_map as experimental  # pylint: disable=g-import-not-at-top
+
+    implementation = experimental.shard_map
+  parameters = inspect.signature(implementation).parameters
+  check = 'check_vma' if 'check_vma' in parameters else 'check_rep'
+  return implementation(
+      fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **{check: False}
+  )
+
+
+def batch_spec() -> PartitionSpec:
+  """Of every leaf [B, ...] of a batch: rows over (data, fsdp)."""
+  return PartitionSpec(BATCH_AXES)
+
+
+def replicated_spec() -> PartitionSpec:
+  """Of every leaf that each device holds whole."""
+  return PartitionSpec()
+
+
+def num_batch_shards(mesh: jax.sharding.Mesh) -> int:
+  """The B of a global batch must be a multiple of this."""
+  return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+
+
+def place_batch(batch: types.Batch, mesh: jax.sharding.Mesh) -> types.Batch:
+  """Puts a host batch on the mesh; every leaf is [B, ...], B global.
+
+  JAX may keep using the memory of the host arrays: do not write to them
+  afterwards.
+
+  Raises:
+    ValueError: B does not divide evenly over the devices.
+  """
+  rows, shards = batch.segment_ids.shape[0], num_batch_shards(mesh)
+  if rows % shards:
+    raise ValueError(
+        f'rows of the batch ({rows}) must be a multiple of the devices along '
+        f'{" x ".join(BATCH_AXES)} ({shards}); pad it with rows of '
+        'segment_ids 0'
+    )
+  return jax.device_put(batch, jax.sharding.NamedSharding(mesh, batch_spec()))
+
+
+def replicate(tree: types.Nest, mesh: jax.sharding.Mesh) -> types.Nest:
+  """Puts every leaf whole on every device of the mesh."""
+  return jax.device_put(
+      tree, jax.sharding.NamedSharding(mesh, replicated_spec())
+  )
+
+
+def psum_over_batch(tree: types.Nest, param_specs: types.Nest) -> types.Nest:
+  """Sums per-device gradients over the batch axes their param is not split on.
+
+  Call inside `shard_map`. Devices along the other axes hold the same rows, so
+  they already agree and must not be summed. Each device's gradient must be
+  that of its own share of the loss: differentiating a psum'd loss multiplies
+  it by the number of devices.
+
+  Args:
+    tree: gradients, per-device shapes.
+    param_specs: nest of `PartitionSpec`, or one for the whole tree.
+  """
+  return _map_with_specs(
+      lambda axes, x: _psum(x, [a for a in BATCH_AXES if a not in axes]),
+      tree,
+      param_specs,
+  )
+
+
+def global_norm(tree: types.Nest, param_specs: types.Nest) -> jax.Array:
+  """The norm over all leaves of global arrays, f32 []; inside `shard_map`.
+
+  `optax.global_norm` would see this device's shards only.
+
+  Args:
+    tree: per-device shards of params or gradients.
+    param_specs: nest of `PartitionSpec`, or one for the whole tree.
+  """
+  squares = _map_with_specs(
+      lambda axes, x: _psum(jnp.sum(jnp.square(x.astype(jnp.float32))), axes),
+      tree,
+      param_specs,
+  )
+  return jnp.sqrt(sum(jax.tree_util.tree_leaves(squares)))
+
+
+def _map_with_specs(
+    fn: Callable[[list[str], jax.Array], jax.Array],
+    tree: types.Nest,
+    param_specs: types.Nest,
+) -> types.Nest:
+  """Maps fn(mesh axes of the leaf's spec, leaf)."""
+  is_spec = lambda x: isinstance(x, PartitionSpec)
+  return jax.tree_util.tree_map(
+      lambda spec, subtree: jax.tree_util.tree_map(
+          lambda x: fn(_axes(spec), x), subtree
+      ),
+      param_specs,
+      tree,
+      is_leaf=is_spec,
+  )
+
+
+def _axes(spec: PartitionSpec) -> list[str]:
+  axes: list[str] = []
+  for entry in spec:
+    if entry is not None:
+      axes.extend(entry if isinstance(entry, tuple) else (entry,))
+  return axes
+
+
+def _psum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+  return jax.lax.psum(x, tuple(axes)) if axes else x
