@@ -1,0 +1,1 @@
+"""Replay: tables, checkpoints, the adder, and clients of a replay server."""

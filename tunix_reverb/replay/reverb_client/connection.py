@@ -1,0 +1,168 @@
+"""Calls into Reverb's C++ client, made safe to wait for.
+
+Almost every call of that client can block for ever and hear no signal. Here
+such calls run in daemon threads with deadlines, and what a failed call leaves
+behind is kept from ever being destroyed where its destructor would abort.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import ctypes
+import logging
+import math
+import threading
+import time
+from typing import Any
+from typing import TypeVar
+
+import numpy as np
+from reverb import pybind
+from reverb.cc import schema_pb2
+
+from tunix_reverb import errors
+from tunix_reverb import specs
+
+T = TypeVar('T')
+
+# gRPC takes whole seconds; one call of the health check lasts at most this.
+_PROBE_TIMEOUT_S = 2
+
+
+def run_with_deadline(
+  function: Callable[[], T], timeout_s: float, what: str
+) -> T:
+  """Runs `function` in a daemon thread and returns its result.
+
+  At the deadline the thread is left to itself: it cannot be interrupted, and
+  it does not hold up the end of the process.
+
+  Args:
+    function: what to run.
+    timeout_s: seconds to wait for it.
+    what: who waits on whom, for the message.
+
+  Raises:
+    errors.DeadlineExceededError: it did not end within `timeout_s`.
+    Exception: whatever `function` raised.
+  """
+  outcome: dict[str, Any] = {}
+
+  def run() -> None:
+    try:
+      outcome['result'] = function()
+    except BaseException as e:  # Re-raised in the caller's thread.
+      outcome['error'] = e
+
+  thread = threading.Thread(target=run, daemon=True, name=what)
+  thread.start()
+  thread.join(max(timeout_s, 0.0))
+  if thread.is_alive():
+    raise errors.DeadlineExceededError(
+      f'{what} did not end within {timeout_s:.1f} s'
+    )
+  if 'error' in outcome:
+    raise outcome['error']
+  return outcome['result']
+
+
+def connect(address: str) -> pybind.Client:
+  """A client of the server at `address`, 'host:port'; does not block."""
+  return pybind.Client(address)
+
+
+def table_infos(
+  client: pybind.Client, timeout_s: float
+) -> dict[str, schema_pb2.TableInfo]:
+  """What the server says about its tables, by name; blocks up to `timeout_s`.
+
+  Also fills the client's cache of signatures, without which its next writer
+  would wait for the server without a deadline.
+
+  Raises:
+    RuntimeError: no answer within `timeout_s`, rounded up to whole seconds.
+  """
+  answers = client.ServerInfo(max(1, math.ceil(timeout_s)))
+  infos = (schema_pb2.TableInfo.FromString(answer) for answer in answers)
+  return {info.name: info for info in infos}
+
+
+def signature_of(
+  info: schema_pb2.TableInfo,
+) -> dict[str, specs.ColumnSpec]:
+  """The table's signature by path; empty for a table without one."""
+  if not info.HasField('signature'):
+    return {}
+  # TensorFlow's codec knows the proto; the import is paid by describers only.
+  from tensorflow.python.saved_model import nested_structure_coder
+
+  decoded = nested_structure_coder.decode_proto(info.signature)
+  if not isinstance(decoded, dict):
+    decoded = {'': decoded}
+  return {
+    path: specs.ColumnSpec(
+      tuple(spec.shape.as_list()), np.dtype(spec.dtype.as_numpy_dtype)
+    )
+    for path, spec in decoded.items()
+  }
+
+
+def keep_alive_for_ever(cpp_object: object) -> None:
+  """Never runs the destructor of `cpp_object`.
+
+  A legacy Writer's destructor calls Close with the GIL held: after a lost
+  stream that aborts the process, and on a blocked one it freezes it.
+  """
+  ctypes.pythonapi.Py_IncRef(ctypes.py_object(cpp_object))
+
+
+class HealthCheck:
+  """How long ago a server was last heard from; asks it when nobody else does.
+
+  A wait for a rate limiter and a wait for a dead server look alike from
+  within a C++ call. This tells them apart.
+  """
+
+  def __init__(self, address: str, period_s: float = 1.0):
+    """Args: address: 'host:port'. period_s: silence before it is asked."""
+    self._address = address
+    self._period_s = period_s
+    self._heard_at_s = time.monotonic()
+    self._stop = threading.Event()
+    threading.Thread(
+      target=self._run, daemon=True, name=f'health of {address}'
+    ).start()
+
+  def heard(self) -> None:
+    """Notes that the server answered just now."""
+    self._heard_at_s = time.monotonic()
+
+  def silent_s(self) -> float:
+    """Seconds since the server was last heard from."""
+    return time.monotonic() - self._heard_at_s
+
+  def close(self) -> None:
+    """Ends the checks."""
+    self._stop.set()
+
+  def _run(self) -> None:
+    client = connect(self._address)
+    was_silent = False
+    while not self._stop.wait(self._period_s):
+      if self.silent_s() < self._period_s:
+        continue
+      try:
+        table_infos(client, _PROBE_TIMEOUT_S)
+      except RuntimeError:
+        if not was_silent and self.silent_s() > 3 * self._period_s:
+          was_silent = True
+          logging.warning(
+            'replay server %s has not answered for %.0f s',
+            self._address,
+            self.silent_s(),
+          )  # pyformat: skip
+        continue
+      self.heard()
+      if was_silent:
+        was_silent = False
+        logging.info('replay server %s answers again', self._address)
