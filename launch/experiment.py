@@ -62,18 +62,27 @@ def prepare_run_dir(
   try:
     run_dir.mkdir(parents=True, exist_ok=True)
     lock = (run_dir / '.lock').open('w')
+  except OSError as e:
+    raise _unwritable(run_dir, e) from e
+  try:
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     (run_dir / 'config.json').write_text(config_lib.dumps(config))
   except BlockingIOError as e:
+    lock.close()
     raise errors.UserError(
         f'run_dir ({str(run_dir)!r}) must not be in use by another run'
     ) from e
   except OSError as e:
-    raise errors.UserError(
-        f'run_dir ({str(run_dir)!r}) must be a writable directory: '
-        f'{e.strerror}'
-    ) from e
+    lock.close()
+    raise _unwritable(run_dir, e) from e
   return lock
+
+
+def _unwritable(run_dir: pathlib.Path, error: OSError) -> errors.UserError:
+  return errors.UserError(
+      f'run_dir ({str(run_dir)!r}) must be a writable directory: '
+      f'{error.strerror}'
+  )
 
 
 def has_checkpoint(run_dir: pathlib.Path) -> bool:

@@ -1,0 +1,322 @@
+"""A whole run under `launch.local`'s machinery, with small real children."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from launch import experiment
+from launch import supervisor as supervisor_lib
+from launch import topology
+from tunix_reverb import errors
+from tunix_reverb.agents.vtrace import config as config_lib
+from tunix_reverb.telemetry import run_state
+
+pytestmark = pytest.mark.integration
+
+# Writes metrics like a role until it is told to stop.
+_ROLE = '''
+import pathlib, signal, sys, time
+from tunix_reverb.telemetry import logger
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+metrics = logger.MetricLogger(pathlib.Path(sys.argv[1]), sys.argv[2])
+for step in range(1, int(sys.argv[3]) + 1):
+  values = {values}
+  metrics.write(values, step)
+  time.sleep(0.05)
+'''
+_LEARNER = _ROLE.format(values="{'learner_step': step, 'policy_lag_mean': 2.0,"
+                        " 'transitions_total': 100 * step}")
+_EVALUATOR = _ROLE.format(values="{'evaluation_return_mean': step / 10,"
+                          " 'evaluation_episodes': 4}")
+
+
+def _specs(run_dir, *, learner_steps=10_000, evaluations=10_000):
+  command = lambda code, name, steps: [
+      sys.executable, '-c', code, str(run_dir), name, str(steps)
+  ]
+  return [
+      supervisor_lib.ProcessSpec(
+          name='learner', command=command(_LEARNER, 'learner', learner_steps),
+          completes=True,
+      ),
+      supervisor_lib.ProcessSpec(
+          name='evaluator', restart=True,
+          command=command(_EVALUATOR, 'evaluator', evaluations),
+      ),
+  ]
+
+
+def _run(run_dir, specs, stop=None, **values):
+  config = config_lib.from_flat(values)
+  lock = experiment.prepare_run_dir(run_dir, config, resume=False)
+  with lock:
+    return experiment.Experiment(
+        config=config, run_dir=run_dir, specs=specs,
+        stop=stop or threading.Event(), interactive=False,
+    ).run()
+
+
+@pytest.fixture(autouse=True)
+def python_path(monkeypatch, subprocess_env):
+  """Children find the same package as the tests do."""
+  if subprocess_env.get('PYTHONPATH'):
+    monkeypatch.setenv('PYTHONPATH', subprocess_env['PYTHONPATH'])
+
+
+def test_a_solved_run_ends_with_0_and_a_summary(tmp_path, capsys):
+  status = _run(tmp_path, _specs(tmp_path), solved_return=0.5)
+  out = capsys.readouterr().out
+  summary = json.loads((tmp_path / 'summary.json').read_text())
+  assert status == 0
+  assert summary['solved'] is True
+  assert summary['evaluation_return_mean'] >= 0.5
+  assert summary['learner_step'] > 0
+  assert summary['transitions_per_s'] > 0
+  assert summary['policy_lag_mean'] == 2.0
+  assert summary['restarts'] == {}
+  assert f'launch.local --run_dir={tmp_path} --resume' in out
+  assert f'launch.evaluator --checkpoint={tmp_path}' in out
+
+
+def test_a_learner_that_completes_unsolved_gives_status_1(tmp_path):
+  specs = _specs(tmp_path, learner_steps=5)
+  assert _run(tmp_path, specs, solved_return=1e9) == 1
+  summary = json.loads((tmp_path / 'summary.json').read_text())
+  assert (summary['solved'], summary['reason']) == (False, 'learner completed')
+
+
+def test_without_a_threshold_a_completed_run_gives_0(tmp_path):
+  assert _run(tmp_path, _specs(tmp_path, learner_steps=5)) == 0
+  summary = json.loads((tmp_path / 'summary.json').read_text())
+  assert summary['solved'] is None
+
+
+def test_max_run_s_ends_the_run(tmp_path):
+  start_s = time.monotonic()
+  assert _run(tmp_path, _specs(tmp_path), max_run_s=1.0) == 0
+  assert 1.0 < time.monotonic() - start_s < 8.0
+
+
+def test_the_death_of_the_learner_ends_the_run_and_says_so(tmp_path, capsys):
+  specs = _specs(tmp_path)
+  code = 'import os; print("last words", flush=True); os.kill(os.getpid(), 9)'
+  learner = supervisor_lib.ProcessSpec(
+      name='learner', command=[sys.executable, '-c', code], completes=True
+  )
+  start_s = time.monotonic()
+  assert _run(tmp_path, [learner, *specs[1:]]) == 1
+  assert time.monotonic() - start_s < 10.0
+  captured = capsys.readouterr()
+  assert 'error: learner ended (killed by SIGKILL)' in captured.err
+  assert 'last words' in captured.out
+  assert not json.loads((tmp_path / 'summary.json').read_text())['solved']
+
+
+def test_stop_ends_the_run(tmp_path):
+  stop = threading.Event()
+  timer = threading.Timer(1.0, stop.set)
+  timer.start()
+  assert _run(tmp_path, _specs(tmp_path), stop=stop) == 0
+  timer.join()
+  summary = json.loads((tmp_path / 'summary.json').read_text())
+  assert summary['reason'] == 'stopped by a signal'
+
+
+def _evaluations(*returns):
+  return [
+      run_state.Evaluation(float(t), 1, 10, value, 0.0)
+      for t, value in enumerate(returns)
+  ]
+
+
+@pytest.mark.parametrize(
+    ('hold_s', 'returns', 'solved_at'),
+    [
+        (0.0, [0.1, 0.9, 0.1], 1),
+        (2.0, [0.9, 0.1, 0.9], 2),  # What counts is the end of the hold.
+        (2.0, [0.9, 0.9, 0.1, 0.9, 0.9, 0.9], 5),  # Missed: it starts over.
+        (2.0, [0.9, 0.9], None),
+        (0.0, [0.1, 0.2], None),
+    ],
+)
+def test_solved_is_reached_and_held(hold_s, returns, solved_at):
+  check = experiment.SolvedCheck(0.5, hold_s)
+  evaluations = _evaluations(*returns)
+  solved = [
+      check.update(evaluations[: n + 1]) for n in range(len(evaluations))
+  ]
+  expected = [n == solved_at for n in range(len(evaluations))]
+  end = len(returns) if solved_at is None else solved_at + 1
+  assert solved[:end] == expected[:end]
+
+
+def test_a_used_run_directory_needs_resume_and_resume_a_used_one(tmp_path):
+  config = config_lib.ExperimentConfig()
+  with pytest.raises(errors.UserError, match='must hold a run to resume'):
+    experiment.prepare_run_dir(tmp_path, config, resume=True)
+  experiment.prepare_run_dir(tmp_path, config, resume=False).close()
+  with pytest.raises(errors.UserError, match='--resume'):
+    experiment.prepare_run_dir(tmp_path, config, resume=False)
+  changed = config_lib.from_flat({'seed': 5})
+  lock = experiment.prepare_run_dir(tmp_path, changed, resume=True)
+  with lock:
+    with pytest.raises(errors.UserError, match='in use'):
+      experiment.prepare_run_dir(tmp_path, changed, resume=True)
+  assert config_lib.loads((tmp_path / 'config.json').read_text()) == changed
+  assert not experiment.has_checkpoint(tmp_path)
+
+
+def test_a_run_directory_that_cannot_be_made_is_a_users_mistake(tmp_path):
+  (tmp_path / 'file').write_text('')
+  with pytest.raises(errors.UserError, match='writable directory'):
+    experiment.prepare_run_dir(
+        tmp_path / 'file' / 'run', config_lib.ExperimentConfig(), resume=False
+    )
+
+
+def test_the_table_of_processes_follows_the_config(tmp_path):
+  config = config_lib.from_flat({'num_actors': 3, 'num_servers': 2})
+  ports = topology.pick_free_ports(2)
+  specs = {s.name: s for s in experiment.make_specs(config, tmp_path, ports)}
+  assert list(specs) == [
+      'replay_server_0', 'replay_server_1', 'learner', 'actor_0', 'actor_1',
+      'actor_2', 'evaluator',
+  ]
+  assert [n for n, s in specs.items() if s.restart] == [
+      'actor_0', 'actor_1', 'actor_2', 'evaluator'
+  ]
+  assert [n for n, s in specs.items() if s.stop_last] == [
+      'replay_server_0', 'replay_server_1'
+  ]
+  assert f'--port={ports[1]}' in specs['replay_server_1'].command
+  none = config_lib.from_flat({'evaluation_period_s': 0.0})
+  assert 'evaluator' not in [
+      s.name for s in experiment.make_specs(none, tmp_path, ports[:1])
+  ]
+
+
+def test_topology_round_trips_and_says_what_is_wrong(tmp_path):
+  topology.write(tmp_path, ['localhost:1234', 'localhost:1235'])
+  assert topology.replay_servers(None, tmp_path) == [
+      'localhost:1234', 'localhost:1235'
+  ]
+  assert topology.replay_servers(['host:9'], tmp_path) == ['host:9']
+  with pytest.raises(errors.UserError, match='replay_servers'):
+    topology.replay_servers(None, None)
+  with pytest.raises(errors.UserError, match='host:port'):
+    topology.replay_servers(['localhost'], None)
+  (tmp_path / 'topology.json').write_text('{')
+  with pytest.raises(errors.UserError, match=r'topology\.json'):
+    topology.replay_servers(None, tmp_path)
+
+
+# `launch.local` itself: its own flags, signals and exit, with children that
+# are put in the place of the roles.
+_LOCAL = f'''
+import pathlib, sys
+from launch import experiment, local, supervisor
+def make_specs(config, run_dir, ports):
+  return [supervisor.ProcessSpec(
+      name=name, command=[sys.executable, '-c', code, str(run_dir), name, '999'],
+      restart=name == 'evaluator', completes=name == 'learner')
+      for name, code in (('learner', {_LEARNER!r}), ('evaluator', {_EVALUATOR!r}))]
+experiment.make_specs = make_specs
+local.main()
+'''
+
+
+@pytest.fixture
+def local(subprocess_env, tmp_path):
+  """Starts `launch.local` with small children; kills what is left of it."""
+  started = []
+
+  def _start(*args):
+    process = subprocess.Popen(
+        [sys.executable, '-c', _LOCAL, *args], env=subprocess_env,
+        cwd=tmp_path, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    started.append(process)
+    return process
+
+  yield _start
+  for process in started:
+    process.kill()
+    process.communicate()
+
+
+def _children(pid):
+  path = pathlib.Path(f'/proc/{pid}/task/{pid}/children')
+  return [int(child) for child in path.read_text().split()]
+
+
+def _alive(pid):
+  try:
+    stat = pathlib.Path(f'/proc/{pid}/stat').read_text()
+  except FileNotFoundError:
+    return False
+  return stat.rpartition(')')[2].split()[0] != 'Z'
+
+
+def _wait(condition, timeout_s=20.0):
+  deadline_s = time.monotonic() + timeout_s
+  while not condition():
+    assert time.monotonic() < deadline_s
+    time.sleep(0.02)
+
+
+def test_ctrl_c_reports_and_resume_takes_the_saved_config(local, tmp_path):
+  process = local('--run_dir=run', '--seed=5')
+  _wait(lambda: (tmp_path / 'run/metrics/learner.jsonl').exists())
+  children = _children(process.pid)
+  start_s = time.monotonic()
+  process.send_signal(signal.SIGINT)
+  out, err = process.communicate(timeout=15)
+  assert time.monotonic() - start_s < 10.0
+  assert process.returncode == 0, err
+  assert 'stopped by a signal' in out
+  assert not [pid for pid in children if _alive(pid)]
+
+  again = local('--run_dir=run')
+  assert '--resume' in again.communicate(timeout=15)[1]
+  assert again.returncode == 2
+
+  resumed = local('--run_dir=run', '--resume', '--max_run_s=1')
+  out, err = resumed.communicate(timeout=30)
+  assert resumed.returncode == 0, err
+  assert 'no learner checkpoint' in out
+  config = json.loads((tmp_path / 'run/config.json').read_text())
+  assert (config['seed'], config['max_run_s']) == (5, 1.0)
+
+
+def test_no_role_survives_kill_9_of_local(local, tmp_path):
+  process = local('--run_dir=run')
+  _wait(lambda: (tmp_path / 'run/metrics/learner.jsonl').exists())
+  children = _children(process.pid)
+  assert len(children) == 2
+  os.kill(process.pid, signal.SIGKILL)
+  process.communicate()
+  _wait(lambda: not [pid for pid in children if _alive(pid)])
+
+
+@pytest.mark.parametrize(
+    ('args', 'words'),
+    [
+        (['--resume'], 'resume (True) must come with --run_dir'),
+        (['--resume', '--run_dir=absent'], 'must hold a run to resume'),
+        (['--solved_return=1', '--evaluation_period_s=0'],
+         'evaluation_period_s'),
+    ],
+)
+def test_mistakes_are_told_in_one_line(local, args, words):
+  process = local(*args)
+  _, err = process.communicate(timeout=15)
+  assert process.returncode == 2
+  assert words in err and err.count('\n') == 1

@@ -1,0 +1,51 @@
+"""The frozen list of metric names."""
+
+import pytest
+
+from tunix_reverb.telemetry import metrics
+
+# Renaming one breaks dashboards and saved runs: change this on purpose only.
+_NAMES = """
+policy_version
+learner_step learner_steps_per_s transitions_per_s transitions_total
+utilisation_compute utilisation_waiting utilisation_publishing
+utilisation_other batch_fill recompiles_total compile_s checkpoint_s publish_s
+policy_lag_mean policy_lag_p50 policy_lag_p95 policy_lag_max
+age_s_mean age_s_p95 age_s_max
+dropped_lag_total dropped_age_total dropped_poison_total
+dropped_shutdown_total
+dropped_decile_0_total dropped_decile_1_total dropped_decile_2_total
+dropped_decile_3_total dropped_decile_4_total dropped_decile_5_total
+dropped_decile_6_total dropped_decile_7_total dropped_decile_8_total
+dropped_decile_9_total
+loss pg_loss baseline_loss entropy grad_norm param_norm rho_mean
+rho_clipped_fraction ess value_mean learning_rate non_finite_updates
+actor_steps_per_s actor_steps_total episode_return_mean episode_length_mean
+episodes_total blocked_s_total environment_failures_total items_total
+utilisation_act utilisation_environment utilisation_adder
+table_items inserts_total samples_total inserts_blocked samples_blocked
+inserts_blocked_s_total samples_blocked_s_total replay_checkpoint_s
+evaluation_return_mean evaluation_return_std evaluation_return_min
+evaluation_return_max evaluation_episodes evaluation_length_mean
+""".split()
+
+
+def test_the_list_is_frozen():
+  assert list(metrics.METRICS) == _NAMES
+  with pytest.raises(TypeError):
+    metrics.METRICS['loss'] = metrics.Metric('1', 'x', ())
+
+
+@pytest.mark.parametrize('name', _NAMES)
+def test_every_metric_is_documented(name):
+  metric = metrics.METRICS[name]
+  assert metric.unit and metric.roles
+  assert len(metric.help) > 8 and metric.help.endswith('.')
+  if name.endswith(('_s', '_s_total')) and not name.endswith('_per_s'):
+    assert metric.unit == 's'
+
+
+def test_an_unknown_name_is_refused_by_name():
+  metrics.check_names(['loss', 'entropy'])
+  with pytest.raises(ValueError, match='fps'):
+    metrics.check_names(['loss', 'fps'])
