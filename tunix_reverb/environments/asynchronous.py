@@ -7,7 +7,9 @@ that compute in Python gain nothing here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
 import queue
 import threading
 import time
@@ -44,19 +46,19 @@ class AsynchronousVectorEnvironment(core.VectorEnvironment):
   """
 
   def __init__(
-      self,
-      factories: Sequence[Callable[[], dm_env.Environment]],
-      *,
-      timeout_s: float,
-      max_consecutive_failures: int = 10,
+    self,
+    factories: Sequence[Callable[[], dm_env.Environment]],
+    *,
+    timeout_s: float,
+    max_consecutive_failures: int = 10,
   ):
     """Args:
-      factories: N callables; each makes one environment, and another one in
-        its place after a failure. They are called again from other threads.
-      timeout_s: seconds an environment may take for one step. A new one has at
-        least 30 s for its first timestep.
-      max_consecutive_failures: of one environment, without a completed step
-        in between, before `recv` raises RuntimeError.
+    factories: N callables; each makes one environment, and another one in
+      its place after a failure. They are called again from other threads.
+    timeout_s: seconds an environment may take for one step. A new one has at
+      least 30 s for its first timestep.
+    max_consecutive_failures: of one environment, without a completed step
+      in between, before `recv` raises RuntimeError.
     """
     if not factories:
       raise ValueError('factories (empty) must hold at least one factory')
@@ -71,33 +73,38 @@ class AsynchronousVectorEnvironment(core.VectorEnvironment):
     environments = [canonical.canonicalise(f()) for f in self._factories]
     self._scalar_action = environments[0].action_spec().shape == ()
     self._buffers = buffers.TimestepBuffers(
-        environments[0].observation_spec(), len(environments)
+      environments[0].observation_spec(), len(environments)
     )
     self._deadlines: dict[int, float] = {}  # Of those that owe a timestep.
     self._slots: list[_Slot] = [
-        self._start(index, environment)
-        for index, environment in enumerate(environments)
+      self._start(index, environment)
+      for index, environment in enumerate(environments)
     ]
 
   def _start(
-      self,
-      index: int,
-      environment: dm_env.Environment | None,
-      back_off_s: float = 0.0,
+    self,
+    index: int,
+    environment: dm_env.Environment | None,
+    back_off_s: float = 0.0,
   ) -> _Slot:
     """Starts a thread that serves environment `index`."""
     self._deadlines[index] = (
-        time.monotonic()
-        + back_off_s
-        + max(self._timeout_s, _MIN_RESTART_TIMEOUT_S)
+      time.monotonic()
+      + back_off_s
+      + max(self._timeout_s, _MIN_RESTART_TIMEOUT_S)
     )
     slot = _Slot(index, self._ready)
     threading.Thread(
-        target=_serve,
-        args=(slot, self._factories[index], environment, back_off_s,
-              self._stopped),
-        name=f'environment_{index}',
-        daemon=True,
+      target=_serve,
+      args=(
+        slot,
+        self._factories[index],
+        environment,
+        back_off_s,
+        self._stopped,
+      ),
+      name=f'environment_{index}',
+      daemon=True,
     ).start()
     return slot
 
@@ -118,9 +125,7 @@ class AsynchronousVectorEnvironment(core.VectorEnvironment):
     """
     return self._failures.take_cut_ids()
 
-  def recv(
-      self, timeout_s: float
-  ) -> tuple[np.ndarray, dm_env.TimeStep] | None:
+  def recv(self, timeout_s: float) -> tuple[np.ndarray, dm_env.TimeStep] | None:
     deadline = time.monotonic() + timeout_s
     ids: list[int] = []
     timesteps: list[tuple] = []
@@ -151,10 +156,10 @@ class AsynchronousVectorEnvironment(core.VectorEnvironment):
       return None
 
   def _accept(
-      self,
-      message: tuple[_Slot, Any] | None,
-      ids: list[int],
-      timesteps: list[tuple],
+    self,
+    message: tuple[_Slot, Any] | None,
+    ids: list[int],
+    timesteps: list[tuple],
   ) -> None:
     """Takes one thread's answer; ignores those that were replaced."""
     if message is None:
@@ -179,12 +184,12 @@ class AsynchronousVectorEnvironment(core.VectorEnvironment):
     overdue = [i for i, deadline in self._deadlines.items() if deadline <= now]
     for index in overdue:
       self._replace(
-          index,
-          'timeout',
-          TimeoutError(
-              f'environment {index} did not answer in time (timeout_s is '
-              f'{self._timeout_s})'
-          ),
+        index,
+        'timeout',
+        TimeoutError(
+          f'environment {index} did not answer in time (timeout_s is '
+          f'{self._timeout_s})'
+        ),
       )
 
   def _replace(self, index: int, cause: str, error: BaseException) -> None:
@@ -192,9 +197,11 @@ class AsynchronousVectorEnvironment(core.VectorEnvironment):
     self._slots[index].inbox.put(_STOP)
     in_a_row = self._failures.record(index, cause, error)
     # The first retry is at once; then doubling, for services that are down.
-    back_off_s = min(
-        _FIRST_BACK_OFF_S * 2 ** (in_a_row - 2), _MAX_BACK_OFF_S
-    ) if in_a_row > 1 else 0.0
+    back_off_s = (
+      min(_FIRST_BACK_OFF_S * 2 ** (in_a_row - 2), _MAX_BACK_OFF_S)
+      if in_a_row > 1
+      else 0.0
+    )
     self._slots[index] = self._start(index, None, back_off_s)
 
   def send(self, action: types.Nest, environment_ids: np.ndarray) -> None:
@@ -203,16 +210,16 @@ class AsynchronousVectorEnvironment(core.VectorEnvironment):
     ids = environment_ids.tolist()
     if not self._deadlines.keys().isdisjoint(ids):
       raise ValueError(
-          f'environment_ids ({ids}) must have come from recv() since they '
-          'were last sent'
+        f'environment_ids ({ids}) must have come from recv() since they '
+        'were last sent'
       )
     action = np.asarray(action)
     # A copy: threads read it while the caller may reuse the array.
     actions = action.tolist() if self._scalar_action else list(action.copy())
     if len(actions) != len(ids):
       raise ValueError(
-          f'action (leading dim {len(actions)}) must have one row for each of '
-          f'the {len(ids)} environment_ids'
+        f'action (leading dim {len(actions)}) must have one row for each of '
+        f'the {len(ids)} environment_ids'
       )
     deadline = time.monotonic() + self._timeout_s
     for index, one in zip(ids, actions):
@@ -254,11 +261,11 @@ class _Slot:
 
 
 def _serve(
-    slot: _Slot,
-    factory: Callable[[], dm_env.Environment],
-    environment: dm_env.Environment | None,
-    back_off_s: float,
-    stopped: threading.Event,
+  slot: _Slot,
+  factory: Callable[[], dm_env.Environment],
+  environment: dm_env.Environment | None,
+  back_off_s: float,
+  stopped: threading.Event,
 ) -> None:
   """A thread's life: make the environment, then answer each action."""
   try:

@@ -48,15 +48,15 @@ def make(game: str, *, seed: int) -> dm_env.Environment:
   # Before the first emulator exists, or it prints its banner.
   ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
   environment = ale_py.AtariEnv(
-      rom,
-      # Greyscale is what AtariPreprocessing reads; RGB would be a second copy.
-      obs_type='grayscale',
-      frameskip=1,
-      repeat_action_probability=_STICKY_PROBABILITY[version],
-      max_num_frames_per_episode=MAX_EPISODE_FRAMES,
+    rom,
+    # Greyscale is what AtariPreprocessing reads; RGB would be a second copy.
+    obs_type='grayscale',
+    frameskip=1,
+    repeat_action_probability=_STICKY_PROBABILITY[version],
+    max_num_frames_per_episode=MAX_EPISODE_FRAMES,
   )
   environment = wrappers.AtariPreprocessing(
-      environment, noop_max=30, frame_skip=4, screen_size=SCREEN_SIZE
+    environment, noop_max=30, frame_skip=4, screen_size=SCREEN_SIZE
   )
   return StackFrames(gym_adapter.GymEnvironment(environment, seed=seed))
 
@@ -71,13 +71,13 @@ def _parse(game: str) -> tuple[str, str | None]:
   if rom not in known:
     close = difflib.get_close_matches(rom, known, n=3) or sorted(known)[:8]
     raise errors.UserError(
-        f'atari game ({name!r}) must be one of the {len(known)} in ale-py, '
-        f'such as {", ".join(close)}'
+      f'atari game ({name!r}) must be one of the {len(known)} in ale-py, '
+      f'such as {", ".join(close)}'
     )
   if (version or None) not in _STICKY_PROBABILITY:
     raise errors.UserError(
-        f'atari version ({version!r}) must be v4 (no sticky actions) or v5 '
-        '(sticky actions with probability 0.25)'
+      f'atari version ({version!r}) must be v4 (no sticky actions) or v5 '
+      '(sticky actions with probability 0.25)'
     )
   return rom, version or None
 
@@ -105,7 +105,7 @@ class StackFrames(dm_env.Environment):
       return self.reset()
     step_type, reward, discount, observation = self.step_raw(action)
     return dm_env.TimeStep(
-        step_type, np.float32(reward), np.float32(discount), observation
+      step_type, np.float32(reward), np.float32(discount), observation
     )
 
   def step_raw(self, action: Any) -> tuple:
@@ -120,8 +120,11 @@ class StackFrames(dm_env.Environment):
 
   def observation_spec(self) -> specs.BoundedArray:
     return specs.BoundedArray(
-        (SCREEN_SIZE, SCREEN_SIZE, STACKED_FRAMES), np.uint8, 0, 255,
-        name='frames',
+      (SCREEN_SIZE, SCREEN_SIZE, STACKED_FRAMES),
+      np.uint8,
+      0,
+      255,
+      name='frames',
     )
 
   def action_spec(self) -> specs.Array:

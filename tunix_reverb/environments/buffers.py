@@ -22,8 +22,8 @@ class TimestepBuffers:
 
   def __init__(self, observation_spec: types.Nest, num_environments: int):
     """Args:
-      observation_spec: a canonical one (see `canonical`).
-      num_environments: N.
+    observation_spec: a canonical one (see `canonical`).
+    num_environments: N.
     """
     self._step_type = np.zeros(num_environments, np.int32)
     self._reward = np.zeros(num_environments, np.float32)
@@ -31,11 +31,11 @@ class TimestepBuffers:
     self._columns = _columns(observation_spec, num_environments)
 
   def write(
-      self,
-      step_types: tuple,
-      rewards: tuple,
-      discounts: tuple,
-      observations: tuple,
+    self,
+    step_types: tuple,
+    rewards: tuple,
+    discounts: tuple,
+    observations: tuple,
   ) -> dm_env.TimeStep:
     """Batches K timesteps, given field by field: `write(*zip(*timesteps))`.
 
@@ -94,13 +94,13 @@ class _Column:
     return self._array[:num]
 
   def _explain(self, values: Sequence[Any]) -> str:
-    found = sorted({
-        f'{np.asarray(v).dtype}{list(np.shape(v))}' for v in values
-    })
+    found = sorted(
+      {f'{np.asarray(v).dtype}{list(np.shape(v))}' for v in values}
+    )
     spec = self._spec
     return (
-        f'observation {spec.name!r} must be {spec.dtype}{list(spec.shape)} as '
-        f'its spec says; the environments returned {", ".join(found)}'
+      f'observation {spec.name!r} must be {spec.dtype}{list(spec.shape)} as '
+      f'its spec says; the environments returned {", ".join(found)}'
     )
 
 
@@ -118,6 +118,4 @@ def _write(columns: types.Nest, values: Sequence[Any]) -> types.Nest:
     return columns.write(values)
   if isinstance(columns, dict):
     return {k: _write(c, [v[k] for v in values]) for k, c in columns.items()}
-  return tuple(
-      _write(c, [v[i] for v in values]) for i, c in enumerate(columns)
-  )
+  return tuple(_write(c, [v[i] for v in values]) for i, c in enumerate(columns))

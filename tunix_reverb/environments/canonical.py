@@ -20,7 +20,8 @@ casts, so there is one implementation of each environment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import dm_env
@@ -39,7 +40,7 @@ def canonical_dtype(dtype: Any) -> np.dtype:
   dtype = np.dtype(dtype)
   if dtype == np.float64:
     return np.dtype(np.float32)
-  if dtype.kind in 'iu' and dtype.itemsize > 4 or dtype == np.uint32:
+  if (dtype.kind in 'iu' and dtype.itemsize > 4) or dtype == np.uint32:
     return np.dtype(np.int32)
   return dtype
 
@@ -53,13 +54,11 @@ def canonical_spec(spec: types.Nest, path: str = 'observation') -> types.Nest:
   if isinstance(spec, Mapping):
     return {k: canonical_spec(v, f'{path}/{k}') for k, v in spec.items()}
   if isinstance(spec, (tuple, list)):
-    return tuple(
-        canonical_spec(v, f'{path}/{i}') for i, v in enumerate(spec)
-    )
+    return tuple(canonical_spec(v, f'{path}/{i}') for i, v in enumerate(spec))
   if not isinstance(spec, specs.Array) or spec.dtype.kind not in 'biuf':
     raise errors.UserError(
-        f'{path} ({spec!r}) must be a spec of numbers; leave it out of the '
-        'observation or encode it as an array'
+      f'{path} ({spec!r}) must be a spec of numbers; leave it out of the '
+      'observation or encode it as an array'
     )
   dtype = canonical_dtype(spec.dtype)
   name = spec.name or path
@@ -67,8 +66,11 @@ def canonical_spec(spec: types.Nest, path: str = 'observation') -> types.Nest:
     return specs.DiscreteArray(spec.num_values, dtype=dtype, name=name)
   if isinstance(spec, specs.BoundedArray):
     return specs.BoundedArray(
-        spec.shape, dtype, cast_bound(spec.minimum, dtype),
-        cast_bound(spec.maximum, dtype), name=name,
+      spec.shape,
+      dtype,
+      cast_bound(spec.minimum, dtype),
+      cast_bound(spec.maximum, dtype),
+      name=name,
     )
   return specs.Array(spec.shape, dtype, name=name)
 
@@ -108,8 +110,8 @@ class ActionMap:
     """
     if not isinstance(own, specs.Array) or own.dtype.kind not in 'biuf':
       raise errors.UserError(
-          f'action_spec ({own!r}) must be one array of numbers; wrap the '
-          'environment so that it takes one'
+        f'action_spec ({own!r}) must be one array of numbers; wrap the '
+        'environment so that it takes one'
       )
     self._shape = own.shape
     self._dtype = own.dtype
@@ -118,28 +120,28 @@ class ActionMap:
     else:
       self._init_integers(own)
     self.is_identity = (
-        type(self.spec) is type(own)
-        and self.spec == own
-        and (own.dtype.kind != 'f' or bool(np.all(self._scale == 1.0)))
+      type(self.spec) is type(own)
+      and self.spec == own
+      and (own.dtype.kind != 'f' or bool(np.all(self._scale == 1.0)))
     )
 
   def _init_integers(self, own: specs.Array) -> None:
     """Sets spec and offset for integers and booleans."""
     if not isinstance(own, specs.BoundedArray):
       raise errors.UserError(
-          f'action_spec ({own!r}) must bound its integers: use a '
-          'DiscreteArray or a BoundedArray'
+        f'action_spec ({own!r}) must bound its integers: use a '
+        'DiscreteArray or a BoundedArray'
       )
     self._minimum = np.broadcast_to(own.minimum, own.shape).astype(np.int64)
     maximum = np.broadcast_to(own.maximum, own.shape).astype(np.int64)
     largest = maximum - self._minimum
     if own.shape == ():
       self.spec = specs.DiscreteArray(
-          int(largest) + 1, dtype=np.int32, name='action'
+        int(largest) + 1, dtype=np.int32, name='action'
       )
     else:
       self.spec = specs.BoundedArray(
-          (largest.size,), np.int32, 0, largest.ravel(), name='action'
+        (largest.size,), np.int32, 0, largest.ravel(), name='action'
       )
 
   def _init_floats(self, own: specs.Array) -> None:
@@ -155,7 +157,7 @@ class ActionMap:
     self._scale, self._offset = (high - low) / 2, (high + low) / 2
     limit = np.where(bounded, 1.0, np.inf)
     self.spec = specs.BoundedArray(
-        limit.shape, np.float32, -limit, limit, name='action'
+      limit.shape, np.float32, -limit, limit, name='action'
     )
 
   def __call__(self, action: Any) -> Any:
@@ -185,8 +187,8 @@ class CanonicalEnvironment(dm_env.Environment):
     self._action_map = ActionMap(environment.action_spec())
     self._observation_spec = canonical_spec(environment.observation_spec())
     for name, spec in (
-        ('reward_spec', environment.reward_spec()),
-        ('discount_spec', environment.discount_spec()),
+      ('reward_spec', environment.reward_spec()),
+      ('discount_spec', environment.discount_spec()),
     ):
       if getattr(spec, 'shape', None) != ():
         raise errors.UserError(f'{name} ({spec!r}) must be one scalar')
@@ -196,11 +198,12 @@ class CanonicalEnvironment(dm_env.Environment):
     """The cheapest call that steps the environment."""
     environment, action_map = self._environment, self._action_map
     raw = getattr(environment, 'step_raw', None)
-    if raw is not None and action_map.is_identity:
-      return raw
     step = raw or environment.step
     own = environment.action_spec()
-    if isinstance(own, specs.DiscreteArray):
+    discrete = isinstance(own, specs.DiscreteArray)
+    if raw is not None and (discrete or action_map.is_identity):
+      return raw
+    if discrete:
       # Strict environments validate the action's dtype.
       to_own = own.dtype.type
       return lambda action: step(to_own(action))
@@ -217,10 +220,10 @@ class CanonicalEnvironment(dm_env.Environment):
     if timestep.step_type == dm_env.StepType.FIRST:
       return dm_env.restart(observation)
     return dm_env.TimeStep(
-        timestep.step_type,
-        np.float32(timestep.reward),
-        np.float32(timestep.discount),
-        observation,
+      timestep.step_type,
+      np.float32(timestep.reward),
+      np.float32(timestep.discount),
+      observation,
     )
 
   def observation_spec(self) -> types.Nest:
@@ -245,13 +248,13 @@ def canonicalise(environment: dm_env.Environment) -> dm_env.Environment:
     return environment
   observation_spec = environment.observation_spec()
   if (
-      hasattr(environment, 'step_raw')
-      # A nest may hide an OrderedDict, which equals the plain dict.
-      and isinstance(observation_spec, specs.Array)
-      and observation_spec == canonical_spec(observation_spec)
-      and ActionMap(environment.action_spec()).is_identity
-      and environment.reward_spec().dtype == np.float32
-      and environment.discount_spec().dtype == np.float32
+    hasattr(environment, 'step_raw')
+    # A nest may hide an OrderedDict, which equals the plain dict.
+    and isinstance(observation_spec, specs.Array)
+    and observation_spec == canonical_spec(observation_spec)
+    and ActionMap(environment.action_spec()).is_identity
+    and environment.reward_spec().dtype == np.float32
+    and environment.discount_spec().dtype == np.float32
   ):
     return environment
   return CanonicalEnvironment(environment)

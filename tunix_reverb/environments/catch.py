@@ -23,8 +23,8 @@ ROWS = 10
 COLUMNS = 5
 # Column of the paddle after each action: left, stay, right.
 _MOVES = tuple(
-    tuple(min(max(column + d, 0), COLUMNS - 1) for d in (-1, 0, 1))
-    for column in range(COLUMNS)
+  tuple(min(max(column + d, 0), COLUMNS - 1) for d in (-1, 0, 1))
+  for column in range(COLUMNS)
 )
 
 
@@ -58,7 +58,7 @@ class Catch(dm_env.Environment):
 
   def observation_spec(self) -> specs.BoundedArray:
     return specs.BoundedArray(
-        (ROWS, COLUMNS), np.float32, 0.0, 1.0, name='board'
+      (ROWS, COLUMNS), np.float32, 0.0, 1.0, name='board'
     )
 
   def action_spec(self) -> specs.DiscreteArray:
@@ -81,18 +81,16 @@ def _timestep(row: int, ball: int, paddle: int) -> dm_env.TimeStep:
     return dm_env.restart(board)
   if row == ROWS - 1:
     reward = np.float32(1.0 if ball == paddle else -1.0)
-    return dm_env.TimeStep(
-        dm_env.StepType.LAST, reward, np.float32(0.0), board
-    )
+    return dm_env.TimeStep(dm_env.StepType.LAST, reward, np.float32(0.0), board)
   return dm_env.TimeStep(
-      dm_env.StepType.MID, np.float32(0.0), np.float32(1.0), board
+    dm_env.StepType.MID, np.float32(0.0), np.float32(1.0), board
   )
 
 
 _TIMESTEPS = tuple(
-    tuple(
-        tuple(_timestep(row, ball, paddle) for paddle in range(COLUMNS))
-        for ball in range(COLUMNS)
-    )
-    for row in range(ROWS)
+  tuple(
+    tuple(_timestep(row, ball, paddle) for paddle in range(COLUMNS))
+    for ball in range(COLUMNS)
+  )
+  for row in range(ROWS)
 )

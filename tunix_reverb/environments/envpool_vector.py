@@ -18,7 +18,8 @@ truncation flag.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from collections.abc import Mapping
 import difflib
 from typing import Any
 
@@ -35,7 +36,7 @@ _MAX_SEED = 2**31 - 1
 
 
 def _make_pool(
-    name: str, *, num_environments: int, seed: int, num_threads: int
+  name: str, *, num_environments: int, seed: int, num_threads: int
 ) -> Any:
   """Raises errors.UserError: no such id, or one with several players."""
   import envpool
@@ -44,20 +45,20 @@ def _make_pool(
   if name not in known:
     close = difflib.get_close_matches(name, known, n=3) or known[:5]
     raise errors.UserError(
-        f'envpool id ({name!r}) must be one of the {len(known)} in envpool, '
-        f'such as {", ".join(close)}'
+      f'envpool id ({name!r}) must be one of the {len(known)} in envpool, '
+      f'such as {", ".join(close)}'
     )
   pool = envpool.make(
-      name,
-      env_type='dm',
-      num_envs=num_environments,
-      num_threads=num_threads,
-      seed=seed % _MAX_SEED,
+    name,
+    env_type='dm',
+    num_envs=num_environments,
+    num_threads=num_threads,
+    seed=seed % _MAX_SEED,
   )
   if pool.config['max_num_players'] != 1:
     raise errors.UserError(
-        f'envpool id ({name!r}) must be for one player; it is for '
-        f'{pool.config["max_num_players"]}'
+      f'envpool id ({name!r}) must be for one player; it is for '
+      f'{pool.config["max_num_players"]}'
     )
   return pool
 
@@ -65,8 +66,9 @@ def _make_pool(
 def _own_spec(array_spec: Any, name: str) -> specs.Array:
   """envpool's `ArraySpec` of one observation leaf, canonical."""
   shape = tuple(d for d in array_spec.shape if d != -1)
-  minimum, maximum = np.asarray(array_spec.minimum), np.asarray(
-      array_spec.maximum
+  minimum, maximum = (
+    np.asarray(array_spec.minimum),
+    np.asarray(array_spec.maximum),
   )
   dtype = np.dtype(array_spec.dtype)
   if dtype.kind == 'f' and np.all(minimum == np.finfo(dtype).tiny):
@@ -76,15 +78,15 @@ def _own_spec(array_spec: Any, name: str) -> specs.Array:
   if not _channels_first(spec):
     return spec
   return specs.BoundedArray(
-      shape[1:] + shape[:1], spec.dtype, np.min(minimum), np.max(maximum), name
+    shape[1:] + shape[:1], spec.dtype, np.min(minimum), np.max(maximum), name
   )
 
 
 def _channels_first(spec: specs.Array) -> bool:
   return (
-      spec.dtype == np.uint8
-      and len(spec.shape) == 3
-      and spec.shape[0] < spec.shape[2]
+    spec.dtype == np.uint8
+    and len(spec.shape) == 3
+    and spec.shape[0] < spec.shape[2]
   )
 
 
@@ -106,7 +108,7 @@ class _State:
         if key.startswith('obs:'):
           name = key.removeprefix('obs:')
           self._leaves[name], self.observation_spec[name] = self._leaf(
-              key, array_specs
+            key, array_specs
           )
 
   def _leaf(self, key: str, array_specs: Mapping[str, Any]) -> tuple:
@@ -128,7 +130,7 @@ class _State:
     else:
       observation = _read_leaf(state, leaves)
     return state[at['info:env_id']], dm_env.TimeStep(
-        state[at['step_type']], state[at['reward']], discount, observation
+      state[at['step_type']], state[at['reward']], discount, observation
     )
 
 
@@ -148,12 +150,12 @@ class EnvpoolVectorEnvironment(core.VectorEnvironment):
   """
 
   def __init__(
-      self,
-      name: str,
-      *,
-      num_environments: int,
-      seed: int,
-      num_threads: int = 1,
+    self,
+    name: str,
+    *,
+    num_environments: int,
+    seed: int,
+    num_threads: int = 1,
   ):
     """Args:
       name: an id of `envpool.list_all_envs()`.
@@ -166,8 +168,10 @@ class EnvpoolVectorEnvironment(core.VectorEnvironment):
       errors.UserError: no such id.
     """
     self._pool = _make_pool(
-        name, num_environments=num_environments, seed=seed,
-        num_threads=num_threads,
+      name,
+      num_environments=num_environments,
+      seed=seed,
+      num_threads=num_threads,
     )
     self._num_environments = num_environments
     self._state = _State(self._pool)
@@ -189,9 +193,7 @@ class EnvpoolVectorEnvironment(core.VectorEnvironment):
     """Always empty, int32 [0]; see the other vector environments."""
     return np.zeros(0, np.int32)
 
-  def recv(
-      self, timeout_s: float
-  ) -> tuple[np.ndarray, dm_env.TimeStep] | None:
+  def recv(self, timeout_s: float) -> tuple[np.ndarray, dm_env.TimeStep] | None:
     if not self._pending or self._closed:
       return None
     self._pending = False
@@ -202,9 +204,9 @@ class EnvpoolVectorEnvironment(core.VectorEnvironment):
       raise RuntimeError('send() was called after close()')
     if self._pending or len(environment_ids) != self._num_environments:
       raise ValueError(
-          f'environment_ids ({environment_ids}) must be those of all '
-          f'{self._num_environments} environments, once after each recv(): '
-          'envpool steps them together'
+        f'environment_ids ({environment_ids}) must be those of all '
+        f'{self._num_environments} environments, once after each recv(): '
+        'envpool steps them together'
       )
     if not self._action_map.is_identity:
       action = self._action_map(action)
@@ -222,9 +224,7 @@ class EnvpoolEnvironment(dm_env.Environment):
 
   def __init__(self, name: str, *, seed: int):
     """Args: name, seed: as for `EnvpoolVectorEnvironment`."""
-    self._pool = _make_pool(
-        name, num_environments=1, seed=seed, num_threads=1
-    )
+    self._pool = _make_pool(name, num_environments=1, seed=seed, num_threads=1)
     self._state = _State(self._pool)
     self._action_map = canonical.ActionMap(self._pool.action_spec())
     self._ids = np.zeros(1, np.int32)
@@ -255,10 +255,10 @@ class EnvpoolEnvironment(dm_env.Environment):
     else:
       observation = np.asarray(first(observation))
     return dm_env.TimeStep(
-        dm_env.StepType(int(batched.step_type[0])),
-        batched.reward[0],
-        batched.discount[0],
-        observation,
+      dm_env.StepType(int(batched.step_type[0])),
+      batched.reward[0],
+      batched.discount[0],
+      observation,
     )
 
   def observation_spec(self) -> types.Nest:

@@ -66,7 +66,7 @@ def load(name: str, *, seed: int) -> dm_env.Environment:
     return _load_own(scheme, rest, seed)
   if not rest:
     raise errors.UserError(
-        f'environment ({name!r}) must name one after the colon'
+      f'environment ({name!r}) must name one after the colon'
     )
   try:
     return loader(rest, seed)
@@ -84,12 +84,12 @@ def environment_spec(name: str, *, seed: int = 0) -> specs_lib.EnvironmentSpec:
 
 
 def make_vector(
-    name: str,
-    *,
-    num_environments: int,
-    mode: str = 'vectorised',
-    seed: int,
-    timeout_s: float = 60.0,
+  name: str,
+  *,
+  num_environments: int,
+  mode: str = 'vectorised',
+  seed: int,
+  timeout_s: float = 60.0,
 ) -> core.VectorEnvironment:
   """Makes `num_environments` of `name` behind one interface of arrays.
 
@@ -108,11 +108,11 @@ def make_vector(
   """
   if mode not in MODES:
     raise errors.UserError(
-        f'environment_mode ({mode!r}) must be one of {", ".join(MODES)}'
+      f'environment_mode ({mode!r}) must be one of {", ".join(MODES)}'
     )
   if num_environments < 1:
     raise errors.UserError(
-        f'environments_per_actor ({num_environments}) must be >= 1'
+      f'environments_per_actor ({num_environments}) must be >= 1'
     )
   scheme, _, rest = name.partition(':')
   if scheme == 'envpool':
@@ -130,25 +130,25 @@ def derived_seed(seed: int, *path: int) -> int:
 
 
 def _factory(
-    name: str, seed: int, index: int
+  name: str, seed: int, index: int
 ) -> Callable[[], dm_env.Environment]:
   generations = itertools.count()
   return lambda: make(name, seed=derived_seed(seed, index, next(generations)))
 
 
 def _make_envpool_vector(
-    name: str, rest: str, num_environments: int, mode: str, seed: int
+  name: str, rest: str, num_environments: int, mode: str, seed: int
 ) -> core.VectorEnvironment:
   from tunix_reverb.environments import envpool_vector
 
   if mode != 'vectorised':
     raise errors.UserError(
-        f"environment_mode ({mode!r}) must be 'vectorised' for {name}: envpool "
-        'steps its environments together'
+      f"environment_mode ({mode!r}) must be 'vectorised' for {name}: envpool "
+      'steps its environments together'
     )
   try:
     return envpool_vector.EnvpoolVectorEnvironment(
-        rest, num_environments=num_environments, seed=derived_seed(seed)
+      rest, num_environments=num_environments, seed=derived_seed(seed)
     )
   except ImportError as e:
     raise _missing_extra(name, 'envpool', e) from e
@@ -160,14 +160,18 @@ def _load_bsuite(name: str, seed: int) -> dm_env.Environment:
 
   if name not in sweep.SETTINGS:
     raise _unknown_id('bsuite id', name, sweep.SETTINGS)
-  if name.startswith('mnist'):
-    raise errors.UserError(
-        f'bsuite id ({name!r}) must not be one of mnist: bsuite downloads its '
-        'images from an address that is gone'
-    )
   settings = {**sweep.SETTINGS[name], 'seed': seed}
   # Not `load_from_id`, which prints a line each time and fixes the seed.
-  return bsuite.load(name.partition('/')[0], settings)
+  try:
+    environment = bsuite.load(name.partition('/')[0], settings)
+  except OSError as e:
+    raise errors.UserError(
+      f'bsuite id ({name!r}) must find its data; bsuite could not download '
+      f'it: {e}'
+    ) from e
+  # Its signatures say `action: int`, so Python ints may go straight in.
+  environment.step_raw = environment.step
+  return environment
 
 
 def _load_gym(name: str, seed: int) -> dm_env.Environment:
@@ -187,12 +191,12 @@ def _load_gym(name: str, seed: int) -> dm_env.Environment:
     environment = gymnasium.make(spec, disable_env_checker=True)
   except gymnasium.error.DependencyNotInstalled as e:
     raise errors.MissingExtraError(
-        f'environment (gym:{name}) needs a library of its own: {e}'
+      f'environment (gym:{name}) needs a library of its own: {e}'
     ) from e
   except gymnasium.error.UnregisteredEnv as e:
     raise _unknown_id('gym id', name, gymnasium.registry) from e
   return gym_adapter.GymEnvironment(
-      environment, seed=seed, max_episode_steps=limit
+    environment, seed=seed, max_episode_steps=limit
   )
 
 
@@ -204,7 +208,7 @@ def _gym_spec(gymnasium: Any, name: str) -> Any:
       importlib.import_module(module)
     except ModuleNotFoundError as e:
       raise errors.UserError(
-          f'gym id ({name!r}) must start with an importable module: {e}'
+        f'gym id ({name!r}) must start with an importable module: {e}'
       ) from e
     name = name.partition(':')[2]
   try:
@@ -242,11 +246,11 @@ def _load_envpool(name: str, seed: int) -> dm_env.Environment:
 
 
 _LOADERS: dict[str, Callable[[str, int], dm_env.Environment]] = {
-    'bsuite': _load_bsuite,
-    'gym': _load_gym,
-    'atari': _load_atari,
-    'dm_control': _load_dm_control,
-    'envpool': _load_envpool,
+  'bsuite': _load_bsuite,
+  'gym': _load_gym,
+  'atari': _load_atari,
+  'dm_control': _load_dm_control,
+  'envpool': _load_envpool,
 }
 
 
@@ -265,14 +269,13 @@ def _load_own(module_name: str, factory: str, seed: int) -> dm_env.Environment:
   function = getattr(module, factory, None)
   if not callable(function):
     raise errors.UserError(
-        f'environment ({name!r}) must name a callable of the module '
-        f'{module_name}'
+      f'environment ({name!r}) must name a callable of the module {module_name}'
     )
   environment = function(seed=seed)
   if not isinstance(environment, dm_env.Environment):
     raise errors.UserError(
-        f'environment ({name!r}) must return a dm_env.Environment; it returned '
-        f'a {type(environment).__name__}'
+      f'environment ({name!r}) must return a dm_env.Environment; it returned '
+      f'a {type(environment).__name__}'
     )
   return environment
 
@@ -281,9 +284,9 @@ def _unknown(name: str, scheme: str) -> errors.UserError:
   close = difflib.get_close_matches(scheme, ['catch', *_LOADERS], n=1)
   hint = f' (did you mean {close[0]}?)' if close else ''
   return errors.UserError(
-      f'environment ({name!r}) must be catch, '
-      + ', '.join(f'{s}:<id>' for s in _LOADERS)
-      + f' or <importable module>:<factory>{hint}'
+    f'environment ({name!r}) must be catch, '
+    + ', '.join(f'{s}:<id>' for s in _LOADERS)
+    + f' or <importable module>:<factory>{hint}'
   )
 
 
@@ -291,16 +294,16 @@ def _unknown_id(what: str, name: str, known: Any) -> errors.UserError:
   known = list(known)
   close = difflib.get_close_matches(name, known, n=3) or known[:5]
   return errors.UserError(
-      f'{what} ({name!r}) must be one of the {len(known)} there are, such as '
-      + ', '.join(close)
+    f'{what} ({name!r}) must be one of the {len(known)} there are, such as '
+    + ', '.join(close)
   )
 
 
 def _missing_extra(
-    name: str, extra: str, cause: ImportError
+  name: str, extra: str, cause: ImportError
 ) -> errors.MissingExtraError:
   return errors.MissingExtraError(
-      f'environment ({name!r}) needs the extra {extra!r} ({cause}): '
-      f"pip install 'tunix_reverb[{extra}]', or `make environments` in a "
-      'checkout'
+    f'environment ({name!r}) needs the extra {extra!r} ({cause}): '
+    f"pip install 'tunix_reverb[{extra}]', or `make environments` in a "
+    'checkout'
   )

@@ -27,7 +27,7 @@ class FailureLog:
     `env.step` in between, that are tolerated."""
     if max_consecutive_failures < 0:
       raise ValueError(
-          f'max_consecutive_failures ({max_consecutive_failures}) must be >= 0'
+        f'max_consecutive_failures ({max_consecutive_failures}) must be >= 0'
       )
     self._limit = max_consecutive_failures
     self._consecutive: dict[int, int] = {}
@@ -45,14 +45,17 @@ class FailureLog:
     in_a_row = self._consecutive.get(index, 0) + 1
     self._consecutive[index] = in_a_row
     logging.warning(
-        'environment %d failed (%s, %d in a row) and is replaced: %r',
-        index, cause, in_a_row, error,
+      'environment %d failed (%s, %d in a row) and is replaced: %r',
+      index,
+      cause,
+      in_a_row,
+      error,
     )
     if in_a_row > self._limit:
       raise RuntimeError(
-          f'environment {index} failed {in_a_row} times in a row '
-          f'(max_consecutive_failures is {self._limit}); the last cause: '
-          f'{error!r}'
+        f'environment {index} failed {in_a_row} times in a row '
+        f'(max_consecutive_failures is {self._limit}); the last cause: '
+        f'{error!r}'
       ) from error
     return in_a_row
 

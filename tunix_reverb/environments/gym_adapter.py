@@ -30,11 +30,11 @@ class GymEnvironment(dm_env.Environment):
   """A Gymnasium environment behind dm_env's interface."""
 
   def __init__(
-      self,
-      environment: Any,
-      *,
-      seed: int | None = None,
-      max_episode_steps: int | None = None,
+    self,
+    environment: Any,
+    *,
+    seed: int | None = None,
+    max_episode_steps: int | None = None,
   ):
     """Args:
       environment: a `gymnasium.Env`.
@@ -66,10 +66,10 @@ class GymEnvironment(dm_env.Environment):
       return self.reset()
     step_type, reward, discount, observation = self.step_raw(action)
     return dm_env.TimeStep(
-        step_type,
-        np.float32(reward),
-        np.float32(discount),
-        canonical.cast(self._observation_spec, observation),
+      step_type,
+      np.float32(reward),
+      np.float32(discount),
+      canonical.cast(self._observation_spec, observation),
     )
 
   def step_raw(self, action: Any) -> tuple:
@@ -110,27 +110,27 @@ def observation_spec(space: Any, path: str = 'observation') -> types.Nest:
 
   if isinstance(space, spaces.Dict):
     return {
-        k: observation_spec(s, f'{path}/{k}') for k, s in space.spaces.items()
+      k: observation_spec(s, f'{path}/{k}') for k, s in space.spaces.items()
     }
   if isinstance(space, spaces.Tuple):
     return tuple(
-        observation_spec(s, f'{path}/{i}') for i, s in enumerate(space.spaces)
+      observation_spec(s, f'{path}/{i}') for i, s in enumerate(space.spaces)
     )
   if isinstance(space, spaces.Discrete):
     start = int(space.start)
     return specs.BoundedArray(
-        (), np.int32, start, start + int(space.n) - 1, name=path
+      (), np.int32, start, start + int(space.n) - 1, name=path
     )
   if isinstance(space, spaces.MultiDiscrete):
     start = np.asarray(space.start)
     return specs.BoundedArray(
-        space.shape, np.int32, start, start + space.nvec - 1, name=path
+      space.shape, np.int32, start, start + space.nvec - 1, name=path
     )
   if isinstance(space, spaces.MultiBinary):
     return specs.BoundedArray(space.shape, np.int8, 0, 1, name=path)
   if isinstance(space, spaces.Box):
     own = specs.BoundedArray(
-        space.shape, space.dtype, space.low, space.high, name=path
+      space.shape, space.dtype, space.low, space.high, name=path
     )
     return canonical.canonical_spec(own, path)
   raise _unsupported('observation', space, 'Dict, Tuple, ')
@@ -148,21 +148,21 @@ def action_spec(space: Any) -> specs.Array:
     return specs.DiscreteArray(int(space.n), dtype=np.int32, name='action')
   if isinstance(space, spaces.MultiDiscrete):
     return specs.BoundedArray(
-        space.shape, np.int32, 0, space.nvec - 1, name='action'
+      space.shape, np.int32, 0, space.nvec - 1, name='action'
     )
   if isinstance(space, spaces.MultiBinary):
     return specs.BoundedArray(space.shape, np.int32, 0, 1, name='action')
   if isinstance(space, spaces.Box):
     return specs.BoundedArray(
-        space.shape, space.dtype, space.low, space.high, name='action'
+      space.shape, space.dtype, space.low, space.high, name='action'
     )
   raise _unsupported('action', space, '')
 
 
 def _unsupported(kind: str, space: Any, nests: str) -> errors.UserError:
   return errors.UserError(
-      f'{kind} space ({space!r}) must be made of {nests}Discrete, '
-      'MultiDiscrete, MultiBinary or Box; wrap the environment to convert it'
+    f'{kind} space ({space!r}) must be made of {nests}Discrete, '
+    'MultiDiscrete, MultiBinary or Box; wrap the environment to convert it'
   )
 
 

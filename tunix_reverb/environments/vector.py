@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
 
 import dm_env
 import numpy as np
@@ -38,23 +40,25 @@ class SynchronousVectorEnvironment(core.VectorEnvironment):
   """
 
   def __init__(
-      self,
-      factories: Sequence[EnvironmentFactory],
-      *,
-      max_consecutive_failures: int = 10,
+    self,
+    factories: Sequence[EnvironmentFactory],
+    *,
+    max_consecutive_failures: int = 10,
   ):
     """Args:
-      factories: N callables; each makes one environment, and another one in
-        its place after a failure.
-      max_consecutive_failures: of one environment, without a completed step
-        in between, before `recv` raises RuntimeError.
+    factories: N callables; each makes one environment, and another one in
+      its place after a failure.
+    max_consecutive_failures: of one environment, without a completed step
+      in between, before `recv` raises RuntimeError.
     """
     if not factories:
       raise ValueError('factories (empty) must hold at least one factory')
     num = len(factories)
     self._factories = list(factories)
     self._failures = failures_lib.FailureLog(max_consecutive_failures)
-    self._environments: list[dm_env.Environment] = [None] * num  # pytype: disable=annotation-type-mismatch
+    self._environments: list[dm_env.Environment] = [
+      None
+    ] * num  # pytype: disable=annotation-type-mismatch
     self._steps = [None] * num
     self._resets = [None] * num
     for index in range(num):
@@ -94,16 +98,16 @@ class SynchronousVectorEnvironment(core.VectorEnvironment):
     """
     return self._failures.take_cut_ids()
 
-  def recv(
-      self, timeout_s: float
-  ) -> tuple[np.ndarray, dm_env.TimeStep] | None:
+  def recv(self, timeout_s: float) -> tuple[np.ndarray, dm_env.TimeStep] | None:
     """Steps the environments sent to. `timeout_s` bounds nothing here: with
     nothing sent, nothing can arrive and None comes back at once."""
     ids = self._pending_ids
     if not ids or self._closed:
       return None
     actions, self._pending_ids, self._pending_actions = (
-        self._pending_actions, [], []
+      self._pending_actions,
+      [],
+      [],
     )
     timesteps = self._step_all(ids, actions)
     fields = tuple(zip(*timesteps))
@@ -160,16 +164,16 @@ class SynchronousVectorEnvironment(core.VectorEnvironment):
     ids = environment_ids.tolist()
     if self._pending_ids and not set(ids).isdisjoint(self._pending_ids):
       raise ValueError(
-          f'environment_ids ({ids}) must have come from recv() since they '
-          'were last sent'
+        f'environment_ids ({ids}) must have come from recv() since they '
+        'were last sent'
       )
     action = np.asarray(action)
     # Python ints are the fastest actions there are for Python environments.
     actions = action.tolist() if self._scalar_action else list(action)
     if len(actions) != len(ids):
       raise ValueError(
-          f'action (leading dim {len(actions)}) must have one row for each of '
-          f'the {len(ids)} environment_ids'
+        f'action (leading dim {len(actions)}) must have one row for each of '
+        f'the {len(ids)} environment_ids'
       )
     self._pending_ids += ids
     self._pending_actions += actions
@@ -179,6 +183,6 @@ class SynchronousVectorEnvironment(core.VectorEnvironment):
       return
     self._closed = True
     thread = failures_lib.close_in_background(
-        *[e.close for e in self._environments]
+      *[e.close for e in self._environments]
     )
     thread.join(_CLOSE_TIMEOUT_S)

@@ -1,0 +1,108 @@
+"""Checks an environment with random actions and prints what would be stored.
+
+  python -m launch.check_environment --environment=gym:CartPole-v1
+
+Exit status: 0 if the environment keeps its contract, 1 with a line for each
+violation, 2 for a mistake in the flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import os
+import sys
+
+from absl import app
+from absl import flags
+from absl import logging
+
+from tunix_reverb import errors
+
+_ENVIRONMENT = flags.DEFINE_string(
+  'environment',
+  'catch',
+  'catch, bsuite:<id>, gym:<id>, atari:<game>, dm_control:<domain>/<task>, '
+  'envpool:<id>, or module:factory.',
+)
+_NUM_STEPS = flags.DEFINE_integer(
+  'num_steps', 1000, 'Random actions to take.', lower_bound=1
+)
+_SEED = flags.DEFINE_integer(
+  'seed', 0, 'Seed of the environment and of the actions.', lower_bound=0
+)
+
+
+def _run() -> int:
+  """Checks and prints; returns the exit status."""
+  # Imported here, so that --help and a bad flag answer at once.
+  from tunix_reverb import specs
+  from tunix_reverb.environments import canonical
+  from tunix_reverb.environments import check
+  from tunix_reverb.environments import factory
+
+  name = _ENVIRONMENT.value
+  environment = factory.load(name, seed=_SEED.value)
+  try:
+    environment_spec = specs.make_environment_spec(
+      canonical.canonicalise(environment)
+    )
+    report = check.check(
+      environment, num_steps=_NUM_STEPS.value, seed=_SEED.value
+    )
+  finally:
+    environment.close()
+  print(f'environment {name}')
+  for field, spec in zip(environment_spec._fields, environment_spec):
+    print(f'  {field:12} {spec}')
+  _print('random policy', check.describe(report))
+  _print('stored in replay', check.describe_columns(environment_spec))
+  if report.violations:
+    _print(f'{len(report.violations)} violations', report.violations)
+    return 1
+  print('ok: every timestep agrees with the specs')
+  return 0
+
+
+def _print(title: str, lines: Sequence[str]) -> None:
+  print(title)
+  for line in lines:
+    print(f'  {line}')
+
+
+def _parse_flags(argv: Sequence[str]) -> list[str]:
+  """Like absl's own parsing, but a bad flag is one line and status 2."""
+  try:
+    return flags.FLAGS(argv)
+  except flags.Error as e:
+    print(f'error: {e}', file=sys.stderr)
+    sys.exit(2)
+
+
+def main(argv: Sequence[str]) -> None:
+  """Entry point for `app.run`."""
+  try:
+    if len(argv) > 1:
+      raise errors.UserError(
+        f'arguments ({" ".join(argv[1:])}) must be flags: --name=value'
+      )
+    status = _run()
+  except errors.UserError as e:
+    print(f'error: {e}', file=sys.stderr)
+    status = 2
+  sys.exit(status)
+
+
+def run() -> None:
+  """Console entry point."""
+  # Nothing is rendered here; without this, importing dm_control looks for a
+  # display.
+  os.environ.setdefault('MUJOCO_GL', 'disabled')
+  # An environment of the user's own may lie in the working directory.
+  sys.path.insert(0, os.getcwd())
+  # INFO lines of the environments' libraries would bury the answer.
+  logging.set_verbosity(logging.WARNING)
+  app.run(main, flags_parser=_parse_flags)
+
+
+if __name__ == '__main__':
+  run()
