@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import dataclasses
 import os
 import pathlib
@@ -9,7 +10,8 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any, Callable, NoReturn
+from typing import Any
+from typing import NoReturn
 
 from launch import flags
 from launch import shutdown
@@ -19,7 +21,7 @@ from tunix_reverb.telemetry import logger as logger_lib
 from tunix_reverb.telemetry import watchdog as watchdog_lib
 
 _SINGLE_THREADED_XLA = (
-    '--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1'
+  '--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1'
 )
 
 
@@ -45,12 +47,12 @@ class RoleContext:
 
 
 def run(
-    main: Callable[[RoleContext], int | None],
-    *,
-    role: str,
-    make_role_name: Callable[[Any], str] | None = None,
-    single_threaded_xla: bool = False,
-    stop_deadline_s: float = 9.0,
+  main: Callable[[RoleContext], int | None],
+  *,
+  role: str,
+  make_role_name: Callable[[Any], str] | None = None,
+  single_threaded_xla: bool = False,
+  stop_deadline_s: float = 9.0,
 ) -> NoReturn:
   """Parses the flags, runs `main` and ends the process; never returns.
 
@@ -69,7 +71,7 @@ def run(
   status = 1
   try:
     status = _run(
-        main, role, make_role_name, single_threaded_xla, stop_deadline_s
+      main, role, make_role_name, single_threaded_xla, stop_deadline_s
     )
   except errors.UserError as e:
     print(f'error: {e}', file=sys.stderr)
@@ -98,17 +100,26 @@ def _run(main, role, make_role_name, single_threaded_xla, stop_deadline_s):
   run_dir = flags.FLAGS.run_dir and pathlib.Path(flags.FLAGS.run_dir)
   watchdog = watchdog_lib.Watchdog(config.watchdog_s, role=name)
   shutdown.enforce_deadline(
-      signals.stop,
-      stop_deadline_s,
-      lambda: watchdog.describe_waits() or shutdown.describe_threads(),
+    signals.stop,
+    stop_deadline_s,
+    lambda: watchdog.describe_waits() or shutdown.describe_threads(),
   )
   logger = logger_lib.MetricLogger(run_dir or None, name)
   watchdog.start()
   try:
-    return main(RoleContext(
-        role=name, config=config, run_dir=run_dir or None, stop=signals.stop,
-        logger=logger, watchdog=watchdog,
-    )) or 0
+    return (
+      main(
+        RoleContext(
+          role=name,
+          config=config,
+          run_dir=run_dir or None,
+          stop=signals.stop,
+          logger=logger,
+          watchdog=watchdog,
+        )
+      )
+      or 0
+    )
   finally:
     watchdog.close()
     logger.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Sequence
 import dataclasses
 import fcntl
 import json
@@ -13,10 +15,10 @@ import shlex
 import sys
 import threading
 import time
-from typing import Any, Callable, IO, Sequence
+from typing import Any
+from typing import IO
 
 from launch import supervisor as supervisor_lib
-from launch import topology
 from tunix_reverb import errors
 from tunix_reverb.agents.vtrace import config as config_lib
 from tunix_reverb.telemetry import console as console_lib
@@ -37,7 +39,7 @@ def default_run_dir(environment: str) -> pathlib.Path:
 
 
 def prepare_run_dir(
-    run_dir: pathlib.Path, config: config_lib.ExperimentConfig, *, resume: bool
+  run_dir: pathlib.Path, config: config_lib.ExperimentConfig, *, resume: bool
 ) -> IO[str]:
   """Creates (or reopens) the run directory and writes its config.
 
@@ -51,13 +53,13 @@ def prepare_run_dir(
   held = (run_dir / 'config.json').exists()
   if held and not resume:
     raise errors.UserError(
-        f'run_dir ({str(run_dir)!r}) must not hold a run already; continue it '
-        'with --resume or name another directory'
+      f'run_dir ({str(run_dir)!r}) must not hold a run already; continue it '
+      'with --resume or name another directory'
     )
   if resume and not held:
     raise errors.UserError(
-        f'run_dir ({str(run_dir)!r}) must hold a run to resume, with its '
-        'config.json'
+      f'run_dir ({str(run_dir)!r}) must hold a run to resume, with its '
+      'config.json'
     )
   try:
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -70,7 +72,7 @@ def prepare_run_dir(
   except BlockingIOError as e:
     lock.close()
     raise errors.UserError(
-        f'run_dir ({str(run_dir)!r}) must not be in use by another run'
+      f'run_dir ({str(run_dir)!r}) must not be in use by another run'
     ) from e
   except OSError as e:
     lock.close()
@@ -80,8 +82,7 @@ def prepare_run_dir(
 
 def _unwritable(run_dir: pathlib.Path, error: OSError) -> errors.UserError:
   return errors.UserError(
-      f'run_dir ({str(run_dir)!r}) must be a writable directory: '
-      f'{error.strerror}'
+    f'run_dir ({str(run_dir)!r}) must be a writable directory: {error.strerror}'
   )
 
 
@@ -92,46 +93,56 @@ def has_checkpoint(run_dir: pathlib.Path) -> bool:
 
 
 def make_specs(
-    config: config_lib.ExperimentConfig,
-    run_dir: pathlib.Path,
-    ports: Sequence[int],
+  config: config_lib.ExperimentConfig,
+  run_dir: pathlib.Path,
+  ports: Sequence[int],
 ) -> list[supervisor_lib.ProcessSpec]:
   """The table of processes of one run."""
   servers = ','.join(f'localhost:{port}' for port in ports)
 
   def command(role: str, *flags: str) -> list[str]:
-    return [*_interpreter(sys.executable), '-m', f'launch.{role}',
-            f'--run_dir={run_dir}', '--supervised', *flags]
+    return [
+      *_interpreter(sys.executable),
+      '-m',
+      f'launch.{role}',
+      f'--run_dir={run_dir}',
+      '--supervised',
+      *flags,
+    ]
 
   specs = [
-      supervisor_lib.ProcessSpec(
-          name=f'{metrics.REPLAY_SERVER}_{i}',
-          command=command('replay_server', f'--server_index={i}',
-                          f'--port={port}'),
-          stop_last=True,
-      )
-      for i, port in enumerate(ports)
+    supervisor_lib.ProcessSpec(
+      name=f'{metrics.REPLAY_SERVER}_{i}',
+      command=command('replay_server', f'--server_index={i}', f'--port={port}'),
+      stop_last=True,
+    )
+    for i, port in enumerate(ports)
   ]
-  specs.append(supervisor_lib.ProcessSpec(
+  specs.append(
+    supervisor_lib.ProcessSpec(
       name=metrics.LEARNER,
       command=command('learner', f'--replay_servers={servers}'),
       completes=True,
-  ))
+    )
+  )
   specs += [
-      supervisor_lib.ProcessSpec(
-          name=f'{metrics.ACTOR}_{i}',
-          command=command('actor', f'--actor_id={i}',
-                          f'--replay_servers={servers}'),
-          restart=True,
-      )
-      for i in range(config.actor.num_actors)
+    supervisor_lib.ProcessSpec(
+      name=f'{metrics.ACTOR}_{i}',
+      command=command(
+        'actor', f'--actor_id={i}', f'--replay_servers={servers}'
+      ),
+      restart=True,
+    )
+    for i in range(config.actor.num_actors)
   ]
   if config.evaluation.evaluation_period_s > 0:
-    specs.append(supervisor_lib.ProcessSpec(
+    specs.append(
+      supervisor_lib.ProcessSpec(
         name=metrics.EVALUATOR,
         command=command('evaluator', f'--replay_servers={servers}'),
         restart=True,
-    ))
+      )
+    )
   return specs
 
 
@@ -194,14 +205,14 @@ class Experiment:
     evaluation = self.config.evaluation
     state = run_state.RunState()
     goal = console_lib.Goal(
-        self.config.environment, evaluation.solved_return, str(self.run_dir)
+      self.config.environment, evaluation.solved_return, str(self.run_dir)
     )
     with console_lib.Console(goal, interactive=self.interactive) as console:
       supervisor = supervisor_lib.Supervisor(
-          self.specs,
-          log_dir=self.run_dir / 'logs',
-          say=console.say,
-          environ={'PYTHONUNBUFFERED': '1', 'PYTHONFAULTHANDLER': '1'},
+        self.specs,
+        log_dir=self.run_dir / 'logs',
+        say=console.say,
+        environ={'PYTHONUNBUFFERED': '1', 'PYTHONFAULTHANDLER': '1'},
       )
       reader = reader_lib.Reader(self.run_dir, from_end=self.resumed)
       outcome = supervisor_lib.Outcome(True, 'an error in launch.local')
@@ -216,8 +227,11 @@ class Experiment:
       state.update(reader.poll())
     solved = _solved(state, evaluation.solved_return)
     summary = summary_lib.make(
-        state, reason=outcome.reason, solved=solved,
-        wall_s=time.monotonic() - start_s, restarts=supervisor.restarts(),
+      state,
+      reason=outcome.reason,
+      solved=solved,
+      wall_s=time.monotonic() - start_s,
+      restarts=supervisor.restarts(),
     )
     self._report(summary)
     if outcome.failed:
@@ -242,7 +256,7 @@ class Experiment:
         return supervisor_lib.Outcome(False, _solved_text(state))
       if time.monotonic() >= end_s:
         return supervisor_lib.Outcome(
-            False, f'max_run_s ({evaluation.max_run_s:g} s) is over'
+          False, f'max_run_s ({evaluation.max_run_s:g} s) is over'
         )
       console.update(state, supervisor.statuses())
       if self.stop.wait(_POLL_PERIOD_S):
@@ -256,10 +270,10 @@ class Experiment:
       print(f'warning: {path} cannot be written: {e}', file=sys.stderr)
     python, run_dir = _python(), shlex.quote(str(self.run_dir))
     print(
-        f'\nSummary of {self.run_dir}\n{summary_lib.as_text(summary)}\n\n'
-        f'Resume:   {python} -m launch.local --run_dir={run_dir} --resume\n'
-        f'Evaluate: {python} -m launch.evaluator --checkpoint={run_dir}',
-        flush=True,
+      f'\nSummary of {self.run_dir}\n{summary_lib.as_text(summary)}\n\n'
+      f'Resume:   {python} -m launch.local --run_dir={run_dir} --resume\n'
+      f'Evaluate: {python} -m launch.evaluator --checkpoint={run_dir}',
+      flush=True,
     )
 
 
@@ -268,16 +282,15 @@ def _solved(state: run_state.RunState, solved_return: float) -> bool | None:
   if not math.isfinite(solved_return):
     return None
   return bool(
-      state.evaluations
-      and state.evaluations[-1].return_mean >= solved_return
+    state.evaluations and state.evaluations[-1].return_mean >= solved_return
   )
 
 
 def _solved_text(state: run_state.RunState) -> str:
   last = state.evaluations[-1]
   return (
-      f'solved: mean return {last.return_mean:.4g} over {last.episodes} '
-      'evaluation episodes'
+    f'solved: mean return {last.return_mean:.4g} over {last.episodes} '
+    'evaluation episodes'
   )
 
 

@@ -7,13 +7,14 @@ at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import dataclasses
 import difflib
 import pathlib
 import re
 import sys
 import textwrap
-from typing import Any, Sequence
+from typing import Any
 
 from absl import flags
 
@@ -41,21 +42,19 @@ class _IntListParser(flags.ArgumentParser):
 
 
 class _IntListSerializer(flags.ArgumentSerializer):
-
   def serialize(self, value: Sequence[int]) -> str:
     return ','.join(str(v) for v in value)
 
 
 def define_config_flags() -> None:
-  """Defines one flag per config field, `--config` and `--run_dir`; idempotent.
-  """
+  """Defines one flag per config field, `--config` and `--run_dir`; idempotent."""
   if 'config' in FLAGS:
     return
   flags.DEFINE_string(
-      'config', None, 'JSON file with config fields; given flags override it.'
+    'config', None, 'JSON file with config fields; given flags override it.'
   )
   flags.DEFINE_string(
-      'run_dir', None, 'Directory of the run: config, metrics, checkpoints.'
+    'run_dir', None, 'Directory of the run: config, metrics, checkpoints.'
   )
   for name, (_, field) in config_lib.scalar_fields().items():
     _define(name, field)
@@ -66,13 +65,15 @@ def define_role_flags() -> None:
   if 'supervised' in FLAGS:
     return
   flags.DEFINE_list(
-      'replay_servers', None,
-      'Replay servers as host:port,host:port; by default those that '
-      '<run_dir>/topology.json names.',
+    'replay_servers',
+    None,
+    'Replay servers as host:port,host:port; by default those that '
+    '<run_dir>/topology.json names.',
   )
   flags.DEFINE_boolean(
-      'supervised', False,
-      'Set by launch.local: end this process when its parent ends.',
+    'supervised',
+    False,
+    'Set by launch.local: end this process when its parent ends.',
   )
 
 
@@ -93,16 +94,16 @@ def parse(argv: Sequence[str]) -> None:
     raise errors.UserError(_value_message(str(e))) from None
   if rest[1:]:
     raise errors.UserError(
-        f'unexpected argument ({rest[1]!r}); options are given as --name=value'
+      f'unexpected argument ({rest[1]!r}); options are given as --name=value'
     )
 
 
 def given_flags() -> dict[str, Any]:
   """Values of the config flags that were given, by flat name."""
   return {
-      name: FLAGS[name].value
-      for name in config_lib.scalar_fields()
-      if FLAGS[name].value is not None
+    name: FLAGS[name].value
+    for name in config_lib.scalar_fields()
+    if FLAGS[name].value is not None
   }
 
 
@@ -132,7 +133,7 @@ def load_config(path: pathlib.Path) -> config_lib.ExperimentConfig:
     return config_lib.loads(path.read_text())
   except OSError as e:
     raise errors.UserError(
-        f'config ({str(path)!r}) must be a readable file: {e.strerror}'
+      f'config ({str(path)!r}) must be a readable file: {e.strerror}'
     ) from e
   except errors.UserError as e:
     raise errors.UserError(f'{path}: {e}') from e
@@ -149,11 +150,11 @@ def help_text(doc: str) -> str:
   """What `--help` prints: `doc`, the role's own flags, then the config's."""
   fields = config_lib.scalar_fields()
   own = [
-      (flag.name, flag.help, flag.default)
-      for module, module_flags in sorted(FLAGS.flags_by_module_dict().items())
-      if not module.startswith('absl')
-      for flag in module_flags
-      if flag.name not in fields
+    (flag.name, flag.help, flag.default)
+    for module, module_flags in sorted(FLAGS.flags_by_module_dict().items())
+    if not module.startswith('absl')
+    for flag in module_flags
+    if flag.name not in fields
   ]
   lines = [textwrap.dedent(doc).strip(), '', 'Flags:']
   for name, text, default in own:
@@ -193,8 +194,9 @@ def _define(name: str, field: dataclasses.Field) -> None:
   if field.metadata['choices']:
     flags.DEFINE_enum(name, None, list(field.metadata['choices']), text)
   elif isinstance(default, tuple):
-    flags.DEFINE(_IntListParser(), name, None, text,
-                 serializer=_IntListSerializer())
+    flags.DEFINE(
+      _IntListParser(), name, None, text, serializer=_IntListSerializer()
+    )
   elif isinstance(default, str):
     flags.DEFINE_string(name, None, text)
   elif isinstance(default, int):
@@ -220,7 +222,7 @@ def _config_path() -> pathlib.Path | None:
 def _field_help(field: dataclasses.Field) -> str:
   choices = field.metadata['choices']
   return field.metadata['help'] + (
-      f' One of: {", ".join(choices)}.' if choices else ''
+    f' One of: {", ".join(choices)}.' if choices else ''
   )
 
 

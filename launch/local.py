@@ -22,9 +22,10 @@ from launch import topology
 from tunix_reverb import errors
 
 absl_flags.DEFINE_boolean(
-    'resume', False,
-    'Continue the run in --run_dir from its checkpoints; flags that are given '
-    'change its config.',
+  'resume',
+  False,
+  'Continue the run in --run_dir from its checkpoints; flags that are given '
+  'change its config.',
 )
 
 
@@ -33,11 +34,11 @@ def run_local(context: app.RoleContext) -> int:
   config, resume = context.config, flags.FLAGS.resume
   evaluation = config.evaluation
   if math.isfinite(evaluation.solved_return) and (
-      evaluation.evaluation_period_s == 0
+    evaluation.evaluation_period_s == 0
   ):
     raise errors.UserError(
-        f'solved_return ({evaluation.solved_return:g}) must come with '
-        'evaluation_period_s > 0, or nothing measures it'
+      f'solved_return ({evaluation.solved_return:g}) must come with '
+      'evaluation_period_s > 0, or nothing measures it'
     )
   if resume and context.run_dir is None:
     raise errors.UserError('resume (True) must come with --run_dir')
@@ -45,18 +46,21 @@ def run_local(context: app.RoleContext) -> int:
   lock = experiment.prepare_run_dir(run_dir, config, resume=resume)
   print(f'run_dir: {run_dir}', flush=True)
   if resume and not experiment.has_checkpoint(run_dir):
-    print('There is no learner checkpoint to resume from: training starts '
-          'from the beginning.', flush=True)
+    print(
+      'There is no learner checkpoint to resume from: training starts '
+      'from the beginning.',
+      flush=True,
+    )
   ports = topology.pick_free_ports(config.replay.num_servers)
   topology.write(run_dir, [f'localhost:{port}' for port in ports])
   with lock:
     return experiment.Experiment(
-        config=config,
-        run_dir=pathlib.Path(run_dir),
-        specs=experiment.make_specs(config, run_dir, ports),
-        stop=context.stop,
-        progress=context.watchdog.progress,
-        resumed=resume,
+      config=config,
+      run_dir=pathlib.Path(run_dir),
+      specs=experiment.make_specs(config, run_dir, ports),
+      stop=context.stop,
+      progress=context.watchdog.progress,
+      resumed=resume,
     ).run()
 
 

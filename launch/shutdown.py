@@ -8,6 +8,7 @@ the deadline kept, whatever the main thread is doing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import ctypes
 import faulthandler
 import os
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from typing import Callable, NoReturn
+from typing import NoReturn
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # A second signal sooner than this is taken for an echo of the first: `timeout`
@@ -48,7 +49,7 @@ class StopSignals:
     for signum in _SIGNALS:
       signal.signal(signum, lambda *_: None)
     threading.Thread(
-        target=self._listen, name='stop signals', daemon=True
+      target=self._listen, name='stop signals', daemon=True
     ).start()
 
   def _listen(self) -> None:
@@ -65,7 +66,7 @@ class StopSignals:
 
 
 def enforce_deadline(
-    stop: threading.Event, deadline_s: float, describe: Callable[[], str]
+  stop: threading.Event, deadline_s: float, describe: Callable[[], str]
 ) -> None:
   """Ends the process `deadline_s` seconds after `stop`, whatever blocks.
 
@@ -82,9 +83,9 @@ def enforce_deadline(
     faulthandler.dump_traceback_later(deadline_s + 0.3, exit=True)
     time.sleep(deadline_s)
     print(
-        f'error: did not end within {deadline_s:g} s of the request to stop; '
-        f'still waiting: {describe()}',
-        file=sys.stderr,
+      f'error: did not end within {deadline_s:g} s of the request to stop; '
+      f'still waiting: {describe()}',
+      file=sys.stderr,
     )
     exit_now(1)
 
@@ -100,7 +101,7 @@ def exit_on_thread_exception() -> None:
     name = args.thread.name if args.thread else 'unknown'
     print(f'error: thread {name!r} failed:', file=sys.stderr)
     traceback.print_exception(
-        args.exc_type, args.exc_value, args.exc_traceback, file=sys.stderr
+      args.exc_type, args.exc_value, args.exc_traceback, file=sys.stderr
     )
     exit_now(1)
 
@@ -139,11 +140,12 @@ def describe_threads() -> str:
   parts = []
   if frame is not None:
     code = frame.f_code
-    parts.append(f'main thread in {code.co_filename}:{frame.f_lineno} '
-                 f'{code.co_name}')
+    parts.append(
+      f'main thread in {code.co_filename}:{frame.f_lineno} {code.co_name}'
+    )
   parts += [
-      f'thread {thread.name!r}'
-      for thread in threading.enumerate()
-      if not thread.daemon and thread is not threading.main_thread()
+    f'thread {thread.name!r}'
+    for thread in threading.enumerate()
+    if not thread.daemon and thread is not threading.main_thread()
   ]
   return ', '.join(parts)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
 import os
 import pathlib
 import signal
 import subprocess
 import time
-from typing import Callable, Mapping, Sequence
 
 from launch import shutdown
 from tunix_reverb.telemetry import run_state
@@ -99,13 +101,13 @@ class Supervisor:
   """
 
   def __init__(
-      self,
-      specs: Sequence[ProcessSpec],
-      *,
-      log_dir: pathlib.Path,
-      say: Callable[[str], None] = print,
-      back_off: BackOff = BackOff(),
-      environ: Mapping[str, str] | None = None,
+    self,
+    specs: Sequence[ProcessSpec],
+    *,
+    log_dir: pathlib.Path,
+    say: Callable[[str], None] = print,
+    back_off: BackOff = BackOff(),
+    environ: Mapping[str, str] | None = None,
   ):
     """Creates a supervisor; nothing runs before `start`.
 
@@ -130,8 +132,7 @@ class Supervisor:
       self._spawn(process)
 
   def poll(self) -> Outcome | None:
-    """Notices deaths and restarts what is due; the outcome once there is one.
-    """
+    """Notices deaths and restarts what is due; the outcome once there is one."""
     now = time.monotonic()
     for process in self._processes:
       if process.running and self._reap(process):
@@ -150,14 +151,14 @@ class Supervisor:
     """One status per process, in the order of the specs."""
     now = time.monotonic()
     return [
-        run_state.ProcessStatus(
-            name=process.spec.name,
-            pid=process.popen.pid if process.popen else 0,
-            restarts=process.starts - 1,
-            age_s=now - process.started_s,
-            state=_state(process),
-        )
-        for process in self._processes
+      run_state.ProcessStatus(
+        name=process.spec.name,
+        pid=process.popen.pid if process.popen else 0,
+        restarts=process.starts - 1,
+        age_s=now - process.started_s,
+        state=_state(process),
+      )
+      for process in self._processes
     ]
 
   def restarts(self) -> dict[str, int]:
@@ -185,8 +186,8 @@ class Supervisor:
     killed = [p for p in self._processes if p.running]
     for process in killed:
       self._say(
-          f'{process.spec.name} (pid {process.popen.pid}) did not end within '
-          f'{deadline_s:g} s and was killed'
+        f'{process.spec.name} (pid {process.popen.pid}) did not end within '
+        f'{deadline_s:g} s and was killed'
       )
       _kill_group(process.popen.pid)
     self._wait(killed, time.monotonic() + 1.0)
@@ -200,13 +201,13 @@ class Supervisor:
       log.write(_START_LINE + time.strftime('%F %T').encode() + b' ---\n')
       log.flush()
       process.popen = subprocess.Popen(
-          spec.command,
-          stdin=subprocess.DEVNULL,
-          stdout=log,
-          stderr=subprocess.STDOUT,
-          env=self._environ,
-          process_group=0,
-          preexec_fn=lambda: shutdown.die_with_parent(parent_pid),
+        spec.command,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=self._environ,
+        process_group=0,
+        preexec_fn=lambda: shutdown.die_with_parent(parent_pid),
       )
     process.starts += 1
     process.started_s = time.monotonic()
@@ -230,27 +231,27 @@ class Supervisor:
       self._schedule_restart(process, status, now)
 
   def _schedule_restart(
-      self, process: _Process, status: int, now: float
+    self, process: _Process, status: int, now: float
   ) -> None:
     name = process.spec.name
     healthy = now - process.started_s >= self._back_off.healthy_s
     process.deaths_in_a_row = 1 if healthy else process.deaths_in_a_row + 1
     if process.deaths_in_a_row >= self._back_off.max_deaths:
       self._fail(
-          process,
-          f'{name} died {process.deaths_in_a_row} times in a row without '
-          f'progress (last: {describe_status(status)}); giving up',
+        process,
+        f'{name} died {process.deaths_in_a_row} times in a row without '
+        f'progress (last: {describe_status(status)}); giving up',
       )
       return
     process.delay_s = (
-        self._back_off.first_s
-        if healthy or not process.delay_s
-        else min(2 * process.delay_s, self._back_off.longest_s)
+      self._back_off.first_s
+      if healthy or not process.delay_s
+      else min(2 * process.delay_s, self._back_off.longest_s)
     )
     process.restart_at_s = now + process.delay_s
     self._say(
-        f'{name} died ({describe_status(status)}); restart in '
-        f'{process.delay_s:g} s'
+      f'{name} died ({describe_status(status)}); restart in '
+      f'{process.delay_s:g} s'
     )
 
   def _fail(self, process: _Process, reason: str) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import json
 import pathlib
 import socket
-from typing import Sequence
 
 from tunix_reverb import errors
 
@@ -14,9 +14,7 @@ _FILE = 'topology.json'
 
 def pick_free_ports(count: int) -> list[int]:
   """`count` different TCP ports that nothing listens on now."""
-  family = (
-      socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-  )
+  family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
   sockets = [socket.socket(family) for _ in range(count)]
   try:
     for s in sockets:
@@ -34,7 +32,7 @@ def write(run_dir: pathlib.Path, replay_servers: Sequence[str]) -> None:
 
 
 def replay_servers(
-    given: Sequence[str] | None, run_dir: pathlib.Path | None
+  given: Sequence[str] | None, run_dir: pathlib.Path | None
 ) -> list[str]:
   """Addresses from `--replay_servers`, or else from the run's topology file.
 
@@ -46,15 +44,15 @@ def replay_servers(
     addresses = _read(run_dir / _FILE)
   if not addresses:
     raise errors.UserError(
-        'replay_servers (none) must name the servers as host:port,host:port, '
-        'or run_dir must hold a topology.json'
+      'replay_servers (none) must name the servers as host:port,host:port, '
+      'or run_dir must hold a topology.json'
     )
   for address in addresses:
     host, _, port = address.rpartition(':')
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
       raise errors.UserError(
-          f'replay_servers ({address!r}) must be host:port, such as '
-          'localhost:8000'
+        f'replay_servers ({address!r}) must be host:port, such as '
+        'localhost:8000'
       )
   return addresses
 
@@ -66,5 +64,5 @@ def _read(path: pathlib.Path) -> list[str]:
     return []
   except (OSError, ValueError, KeyError, TypeError) as e:
     raise errors.UserError(
-        f'{path} must be JSON with a list "replay_servers": {e}'
+      f'{path} must be JSON with a list "replay_servers": {e}'
     ) from e

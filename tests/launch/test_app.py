@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.integration
 
-_ROLE = '''
+_ROLE = """
 import os, sys, threading, time
 from launch import app
 from launch import flags
@@ -21,7 +21,7 @@ def role(context):
   {body}
 
 app.run(role, role='learner', stop_deadline_s={deadline})
-'''
+"""
 
 
 @pytest.fixture
@@ -32,8 +32,12 @@ def start(subprocess_env, tmp_path):
   def _start(body, *args, deadline=9.0):
     code = _ROLE.format(body=body.replace('\n', '\n  '), deadline=deadline)
     process = subprocess.Popen(
-        [sys.executable, '-c', code, *args], env=subprocess_env, cwd=tmp_path,
-        text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+      [sys.executable, '-c', code, *args],
+      env=subprocess_env,
+      cwd=tmp_path,
+      text=True,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
     )
     started.append(process)
     return process
@@ -54,9 +58,8 @@ def _finish(process, timeout_s=15):
 
 
 @pytest.mark.parametrize(
-    ('body', 'status'),
-    [('return 0', 0), ('return None', 0), ('return 7', 7),
-     ('sys.exit(5)', 5)],
+  ('body', 'status'),
+  [('return 0', 0), ('return None', 0), ('return 7', 7), ('sys.exit(5)', 5)],
 )
 def test_the_status_is_what_main_returns(start, body, status):
   assert _finish(start(body))[0] == status
@@ -75,9 +78,9 @@ def test_another_exception_shows_its_traceback(start):
 
 def test_an_exception_in_a_thread_ends_the_process(start):
   process = start(
-      'def fail():\n  raise KeyError("lost")\n'
-      'threading.Thread(target=fail, name="feed").start()\n'
-      'time.sleep(60)'
+    'def fail():\n  raise KeyError("lost")\n'
+    'threading.Thread(target=fail, name="feed").start()\n'
+    'time.sleep(60)'
   )
   status, _, err = _finish(process)
   assert status == 1
@@ -95,9 +98,9 @@ def test_a_signal_sets_stop_and_main_ends_in_order(start, signum):
 
 def test_what_ignores_stop_is_ended_at_the_deadline_with_a_line(start):
   process = start(
-      'with context.watchdog.waiting("learner waits for items"):\n'
-      '  time.sleep(60)',
-      deadline=0.5,
+    'with context.watchdog.waiting("learner waits for items"):\n'
+    '  time.sleep(60)',
+    deadline=0.5,
   )
   _ready(process)
   start_s = time.monotonic()
@@ -111,11 +114,11 @@ def test_what_ignores_stop_is_ended_at_the_deadline_with_a_line(start):
 def test_code_that_holds_the_gil_is_ended_too(start):
   # PyDLL keeps the GIL: no Python thread runs while it sleeps.
   process = start(
-      'import ctypes\n'
-      'threading.Timer(0.3, lambda: os.kill(os.getpid(), 15)).start()\n'
-      'time.sleep(0.5)\n'
-      'ctypes.PyDLL(None).sleep(60)',
-      deadline=1.0,
+    'import ctypes\n'
+    'threading.Timer(0.3, lambda: os.kill(os.getpid(), 15)).start()\n'
+    'time.sleep(0.5)\n'
+    'ctypes.PyDLL(None).sleep(60)',
+    deadline=1.0,
   )
   _ready(process)
   start_s = time.monotonic()
@@ -136,16 +139,16 @@ def test_a_second_signal_ends_at_once_but_an_echo_does_not(start):
 
 def test_non_daemon_threads_do_not_hold_up_the_exit(start):
   process = start(
-      'threading.Thread(target=time.sleep, args=(60,)).start()\nreturn 0'
+    'threading.Thread(target=time.sleep, args=(60,)).start()\nreturn 0'
   )
   assert _finish(process, timeout_s=10)[0] == 0
 
 
 def test_the_watchdog_ends_a_role_without_progress(start):
   process = start(
-      'with context.watchdog.waiting("learner waits for localhost:1"):\n'
-      '  time.sleep(60)',
-      '--watchdog_s=0.5',
+    'with context.watchdog.waiting("learner waits for localhost:1"):\n'
+    '  time.sleep(60)',
+    '--watchdog_s=0.5',
   )
   status, _, err = _finish(process)
   assert status == 3
@@ -153,18 +156,24 @@ def test_the_watchdog_ends_a_role_without_progress(start):
 
 
 def test_a_supervised_role_ends_when_its_parent_is_killed(
-    start, subprocess_env, tmp_path
+  start, subprocess_env, tmp_path
 ):
   code = _ROLE.format(
-      body='print(os.getpid(), flush=True)\n  context.stop.wait(60)',
-      deadline=9.0,
+    body='print(os.getpid(), flush=True)\n  context.stop.wait(60)',
+    deadline=9.0,
   )
   parent = subprocess.Popen(
-      [sys.executable, '-c',
-       'import subprocess, sys\n'
-       'subprocess.run([sys.executable, "-c", sys.argv[1], "--supervised"])',
-       code],
-      env=subprocess_env, cwd=tmp_path, text=True, stdout=subprocess.PIPE,
+    [
+      sys.executable,
+      '-c',
+      'import subprocess, sys\n'
+      'subprocess.run([sys.executable, "-c", sys.argv[1], "--supervised"])',
+      code,
+    ],
+    env=subprocess_env,
+    cwd=tmp_path,
+    text=True,
+    stdout=subprocess.PIPE,
   )
   try:
     _ready(parent)
@@ -189,9 +198,9 @@ def _alive(pid):
 
 def test_the_environment_is_set_before_main(start):
   process = start(
-      'print(os.environ["no_proxy"], os.environ["TF_CPP_MIN_LOG_LEVEL"])\n'
-      'assert "jax" not in sys.modules and "tensorflow" not in sys.modules\n'
-      'assert "numpy" not in sys.modules'
+    'print(os.environ["no_proxy"], os.environ["TF_CPP_MIN_LOG_LEVEL"])\n'
+    'assert "jax" not in sys.modules and "tensorflow" not in sys.modules\n'
+    'assert "numpy" not in sys.modules'
   )
   status, out, err = _finish(process)
   assert status == 0, err
@@ -200,9 +209,10 @@ def test_the_environment_is_set_before_main(start):
 
 def test_config_and_run_dir_reach_the_role(start, tmp_path):
   process = start(
-      'print(context.config.seed, context.run_dir, context.role)\n'
-      'context.logger.write({"loss": 1.5}, 1)',
-      '--seed=9', f'--run_dir={tmp_path}',
+    'print(context.config.seed, context.run_dir, context.role)\n'
+    'context.logger.write({"loss": 1.5}, 1)',
+    '--seed=9',
+    f'--run_dir={tmp_path}',
   )
   status, out, _ = _finish(process)
   assert status == 0

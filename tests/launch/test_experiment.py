@@ -21,7 +21,7 @@ from tunix_reverb.telemetry import run_state
 pytestmark = pytest.mark.integration
 
 # Writes metrics like a role until it is told to stop.
-_ROLE = '''
+_ROLE = """
 import pathlib, signal, sys, time
 from tunix_reverb.telemetry import logger
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -30,26 +30,36 @@ for step in range(1, int(sys.argv[3]) + 1):
   values = {values}
   metrics.write(values, step)
   time.sleep(0.05)
-'''
-_LEARNER = _ROLE.format(values="{'learner_step': step, 'policy_lag_mean': 2.0,"
-                        " 'transitions_total': 100 * step}")
-_EVALUATOR = _ROLE.format(values="{'evaluation_return_mean': step / 10,"
-                          " 'evaluation_episodes': 4}")
+"""
+_LEARNER = _ROLE.format(
+  values="{'learner_step': step, 'policy_lag_mean': 2.0,"
+  " 'transitions_total': 100 * step}"
+)
+_EVALUATOR = _ROLE.format(
+  values="{'evaluation_return_mean': step / 10, 'evaluation_episodes': 4}"
+)
 
 
 def _specs(run_dir, *, learner_steps=10_000, evaluations=10_000):
   command = lambda code, name, steps: [
-      sys.executable, '-c', code, str(run_dir), name, str(steps)
+    sys.executable,
+    '-c',
+    code,
+    str(run_dir),
+    name,
+    str(steps),
   ]
   return [
-      supervisor_lib.ProcessSpec(
-          name='learner', command=command(_LEARNER, 'learner', learner_steps),
-          completes=True,
-      ),
-      supervisor_lib.ProcessSpec(
-          name='evaluator', restart=True,
-          command=command(_EVALUATOR, 'evaluator', evaluations),
-      ),
+    supervisor_lib.ProcessSpec(
+      name='learner',
+      command=command(_LEARNER, 'learner', learner_steps),
+      completes=True,
+    ),
+    supervisor_lib.ProcessSpec(
+      name='evaluator',
+      restart=True,
+      command=command(_EVALUATOR, 'evaluator', evaluations),
+    ),
   ]
 
 
@@ -58,8 +68,11 @@ def _run(run_dir, specs, stop=None, **values):
   lock = experiment.prepare_run_dir(run_dir, config, resume=False)
   with lock:
     return experiment.Experiment(
-        config=config, run_dir=run_dir, specs=specs,
-        stop=stop or threading.Event(), interactive=False,
+      config=config,
+      run_dir=run_dir,
+      specs=specs,
+      stop=stop or threading.Event(),
+      interactive=False,
     ).run()
 
 
@@ -108,7 +121,7 @@ def test_the_death_of_the_learner_ends_the_run_and_says_so(tmp_path, capsys):
   specs = _specs(tmp_path)
   code = 'import os; print("last words", flush=True); os.kill(os.getpid(), 9)'
   learner = supervisor_lib.ProcessSpec(
-      name='learner', command=[sys.executable, '-c', code], completes=True
+    name='learner', command=[sys.executable, '-c', code], completes=True
   )
   start_s = time.monotonic()
   assert _run(tmp_path, [learner, *specs[1:]]) == 1
@@ -131,27 +144,25 @@ def test_stop_ends_the_run(tmp_path):
 
 def _evaluations(*returns):
   return [
-      run_state.Evaluation(float(t), 1, 10, value, 0.0)
-      for t, value in enumerate(returns)
+    run_state.Evaluation(float(t), 1, 10, value, 0.0)
+    for t, value in enumerate(returns)
   ]
 
 
 @pytest.mark.parametrize(
-    ('hold_s', 'returns', 'solved_at'),
-    [
-        (0.0, [0.1, 0.9, 0.1], 1),
-        (2.0, [0.9, 0.1, 0.9], 2),  # What counts is the end of the hold.
-        (2.0, [0.9, 0.9, 0.1, 0.9, 0.9, 0.9], 5),  # Missed: it starts over.
-        (2.0, [0.9, 0.9], None),
-        (0.0, [0.1, 0.2], None),
-    ],
+  ('hold_s', 'returns', 'solved_at'),
+  [
+    (0.0, [0.1, 0.9, 0.1], 1),
+    (2.0, [0.9, 0.1, 0.9], 2),  # What counts is the end of the hold.
+    (2.0, [0.9, 0.9, 0.1, 0.9, 0.9, 0.9], 5),  # Missed: it starts over.
+    (2.0, [0.9, 0.9], None),
+    (0.0, [0.1, 0.2], None),
+  ],
 )
 def test_solved_is_reached_and_held(hold_s, returns, solved_at):
   check = experiment.SolvedCheck(0.5, hold_s)
   evaluations = _evaluations(*returns)
-  solved = [
-      check.update(evaluations[: n + 1]) for n in range(len(evaluations))
-  ]
+  solved = [check.update(evaluations[: n + 1]) for n in range(len(evaluations))]
   expected = [n == solved_at for n in range(len(evaluations))]
   end = len(returns) if solved_at is None else solved_at + 1
   assert solved[:end] == expected[:end]
@@ -177,7 +188,7 @@ def test_a_run_directory_that_cannot_be_made_is_a_users_mistake(tmp_path):
   (tmp_path / 'file').write_text('')
   with pytest.raises(errors.UserError, match='writable directory'):
     experiment.prepare_run_dir(
-        tmp_path / 'file' / 'run', config_lib.ExperimentConfig(), resume=False
+      tmp_path / 'file' / 'run', config_lib.ExperimentConfig(), resume=False
     )
 
 
@@ -186,26 +197,36 @@ def test_the_table_of_processes_follows_the_config(tmp_path):
   ports = topology.pick_free_ports(2)
   specs = {s.name: s for s in experiment.make_specs(config, tmp_path, ports)}
   assert list(specs) == [
-      'replay_server_0', 'replay_server_1', 'learner', 'actor_0', 'actor_1',
-      'actor_2', 'evaluator',
+    'replay_server_0',
+    'replay_server_1',
+    'learner',
+    'actor_0',
+    'actor_1',
+    'actor_2',
+    'evaluator',
   ]
   assert [n for n, s in specs.items() if s.restart] == [
-      'actor_0', 'actor_1', 'actor_2', 'evaluator'
+    'actor_0',
+    'actor_1',
+    'actor_2',
+    'evaluator',
   ]
   assert [n for n, s in specs.items() if s.stop_last] == [
-      'replay_server_0', 'replay_server_1'
+    'replay_server_0',
+    'replay_server_1',
   ]
   assert f'--port={ports[1]}' in specs['replay_server_1'].command
   none = config_lib.from_flat({'evaluation_period_s': 0.0})
   assert 'evaluator' not in [
-      s.name for s in experiment.make_specs(none, tmp_path, ports[:1])
+    s.name for s in experiment.make_specs(none, tmp_path, ports[:1])
   ]
 
 
 def test_topology_round_trips_and_says_what_is_wrong(tmp_path):
   topology.write(tmp_path, ['localhost:1234', 'localhost:1235'])
   assert topology.replay_servers(None, tmp_path) == [
-      'localhost:1234', 'localhost:1235'
+    'localhost:1234',
+    'localhost:1235',
   ]
   assert topology.replay_servers(['host:9'], tmp_path) == ['host:9']
   with pytest.raises(errors.UserError, match='replay_servers'):
@@ -219,17 +240,18 @@ def test_topology_round_trips_and_says_what_is_wrong(tmp_path):
 
 # `launch.local` itself: its own flags, signals and exit, with children that
 # are put in the place of the roles.
-_LOCAL = f'''
+_LOCAL = f"""
 import pathlib, sys
 from launch import experiment, local, supervisor
+roles = {{'learner': {_LEARNER!r}, 'evaluator': {_EVALUATOR!r}}}
 def make_specs(config, run_dir, ports):
   return [supervisor.ProcessSpec(
-      name=name, command=[sys.executable, '-c', code, str(run_dir), name, '999'],
-      restart=name == 'evaluator', completes=name == 'learner')
-      for name, code in (('learner', {_LEARNER!r}), ('evaluator', {_EVALUATOR!r}))]
+      name=name, restart=name == 'evaluator', completes=name == 'learner',
+      command=[sys.executable, '-c', code, str(run_dir), name, '999'])
+      for name, code in roles.items()]
 experiment.make_specs = make_specs
 local.main()
-'''
+"""
 
 
 @pytest.fixture
@@ -239,9 +261,12 @@ def local(subprocess_env, tmp_path):
 
   def _start(*args):
     process = subprocess.Popen(
-        [sys.executable, '-c', _LOCAL, *args], env=subprocess_env,
-        cwd=tmp_path, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+      [sys.executable, '-c', _LOCAL, *args],
+      env=subprocess_env,
+      cwd=tmp_path,
+      text=True,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
     )
     started.append(process)
     return process
@@ -307,13 +332,12 @@ def test_no_role_survives_kill_9_of_local(local, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ('args', 'words'),
-    [
-        (['--resume'], 'resume (True) must come with --run_dir'),
-        (['--resume', '--run_dir=absent'], 'must hold a run to resume'),
-        (['--solved_return=1', '--evaluation_period_s=0'],
-         'evaluation_period_s'),
-    ],
+  ('args', 'words'),
+  [
+    (['--resume'], 'resume (True) must come with --run_dir'),
+    (['--resume', '--run_dir=absent'], 'must hold a run to resume'),
+    (['--solved_return=1', '--evaluation_period_s=0'], 'evaluation_period_s'),
+  ],
 )
 def test_mistakes_are_told_in_one_line(local, args, words):
   process = local(*args)

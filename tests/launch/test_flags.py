@@ -67,8 +67,11 @@ def test_every_field_round_trips_through_its_flag():
 
 def test_changed_values_arrive_with_their_types():
   config = _parse(
-      '--seed=7', '--hidden_sizes=32,16', '--core=gru', '--solved_return=inf',
-      '--learning_rate=1e-4',
+    '--seed=7',
+    '--hidden_sizes=32,16',
+    '--core=gru',
+    '--solved_return=inf',
+    '--learning_rate=1e-4',
   )
   assert config.seed == 7
   assert config.network.hidden_sizes == (32, 16)
@@ -89,23 +92,23 @@ def test_the_run_directory_supplies_the_config(tmp_path):
   assert _parse(f'--run_dir={tmp_path}') == config
   other = _parse(f'--run_dir={tmp_path}', '--num_actors=1')
   assert other == dataclasses.replace(
-      config, actor=config_lib.ActorConfig(num_actors=1)
+    config, actor=config_lib.ActorConfig(num_actors=1)
   )
 
 
 @pytest.mark.parametrize(
-    ('arg', 'words'),
-    [
-        ('--sed=1', ['--sed', 'did you mean', '--seed']),
-        ('--seed=x', ['--seed', 'x', 'int']),
-        ('--learning_rate=x', ['--learning_rate', 'x', 'float']),
-        ('--torso=cnn', ['torso', 'cnn', 'mlp', 'impala', 'atari']),
-        ('--hidden_sizes=64,b', ['hidden_sizes', '64,b', 'int']),
-        ('--num_actors=0', ['num_actors', '0', '> 0']),
-        ('--bucket_lengths=9', ['bucket_lengths', '9', 'trajectory_length']),
-        ('--config=absent.json', ['absent.json', 'readable']),
-        ('stray', ['stray', '--name=value']),
-    ],
+  ('arg', 'words'),
+  [
+    ('--sed=1', ['--sed', 'did you mean', '--seed']),
+    ('--seed=x', ['--seed', 'x', 'int']),
+    ('--learning_rate=x', ['--learning_rate', 'x', 'float']),
+    ('--torso=cnn', ['torso', 'cnn', 'mlp', 'impala', 'atari']),
+    ('--hidden_sizes=64,b', ['hidden_sizes', '64,b', 'int']),
+    ('--num_actors=0', ['num_actors', '0', '> 0']),
+    ('--bucket_lengths=9', ['bucket_lengths', '9', 'trajectory_length']),
+    ('--config=absent.json', ['absent.json', 'readable']),
+    ('stray', ['stray', '--name=value']),
+  ],
 )
 def test_a_mistake_is_told_in_one_line(arg, words):
   with pytest.raises(errors.UserError) as e:
@@ -116,13 +119,13 @@ def test_a_mistake_is_told_in_one_line(arg, words):
 
 
 @pytest.mark.parametrize(
-    ('text', 'words'),
-    [
-        ('{', ['JSON']),
-        ('[]', ['object']),
-        ('{"sead": 1}', ['sead']),
-        ('{"seed": "x"}', ['seed', 'int']),
-    ],
+  ('text', 'words'),
+  [
+    ('{', ['JSON']),
+    ('[]', ['object']),
+    ('{"sead": 1}', ['sead']),
+    ('{"seed": "x"}', ['seed', 'int']),
+  ],
 )
 def test_a_bad_file_is_named(tmp_path, text, words):
   path = tmp_path / 'bad.json'
@@ -137,14 +140,19 @@ def test_a_bad_file_is_named(tmp_path, text, words):
 def test_the_binary_answers_within_two_seconds(arg, subprocess_env, tmp_path):
   start_s = time.monotonic()
   result = subprocess.run(
-      [sys.executable, '-m', 'launch.local', arg],
-      env=subprocess_env, cwd=tmp_path, text=True, capture_output=True,
-      timeout=30,
+    [sys.executable, '-m', 'launch.local', arg],
+    env=subprocess_env,
+    cwd=tmp_path,
+    text=True,
+    capture_output=True,
+    timeout=30,
   )
   assert time.monotonic() - start_s < 2.0
   if arg == '--help':
     assert result.returncode == 0
-    missing = [n for n in [*_FLAGS, 'resume'] if f'--{n}\n' not in result.stdout]
+    missing = [
+      n for n in [*_FLAGS, 'resume'] if f'--{n}\n' not in result.stdout
+    ]
     assert not missing
   else:
     assert result.returncode == 2

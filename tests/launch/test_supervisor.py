@@ -13,13 +13,15 @@ from launch import supervisor as supervisor_lib
 pytestmark = pytest.mark.integration
 
 _SLEEP = 'import time; print("up", flush=True); time.sleep(60)'
-_DEAF = 'import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); ' + _SLEEP
+_DEAF = (
+  'import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); ' + _SLEEP
+)
 _FAST = supervisor_lib.BackOff(first_s=0.1, longest_s=0.3, healthy_s=1.0)
 
 
 def _spec(name, code, **kwargs):
   return supervisor_lib.ProcessSpec(
-      name=name, command=[sys.executable, '-S', '-c', code], **kwargs
+    name=name, command=[sys.executable, '-S', '-c', code], **kwargs
   )
 
 
@@ -31,7 +33,7 @@ def supervise(tmp_path):
   def _make(*specs, back_off=_FAST):
     said = []
     supervisor = supervisor_lib.Supervisor(
-        specs, log_dir=tmp_path, say=said.append, back_off=back_off
+      specs, log_dir=tmp_path, say=said.append, back_off=back_off
     )
     supervisor.start()
     made.append(supervisor)
@@ -78,7 +80,7 @@ def _wait_gone(pids, timeout_s=10.0):
 
 def test_a_killed_actor_is_restarted_and_the_rest_goes_on(supervise):
   supervisor, said = supervise(
-      _spec('learner', _SLEEP), _spec('actor_0', _SLEEP, restart=True)
+    _spec('learner', _SLEEP), _spec('actor_0', _SLEEP, restart=True)
   )
   before = _pids(supervisor)
   os.kill(before['actor_0'], signal.SIGKILL)
@@ -90,9 +92,11 @@ def test_a_killed_actor_is_restarted_and_the_rest_goes_on(supervise):
   assert supervisor.outcome is None
 
 
-def test_back_off_doubles_up_to_its_limit_and_then_gives_up(supervise, tmp_path):
+def test_back_off_doubles_up_to_its_limit_and_then_gives_up(
+  supervise, tmp_path
+):
   supervisor, said = supervise(
-      _spec('actor_0', 'print("no luck"); raise SystemExit(1)', restart=True)
+    _spec('actor_0', 'print("no luck"); raise SystemExit(1)', restart=True)
   )
   _poll_until(supervisor, lambda: supervisor.outcome is not None)
   delays = [line.rpartition('restart in ')[2] for line in said]
@@ -106,7 +110,7 @@ def test_back_off_doubles_up_to_its_limit_and_then_gives_up(supervise, tmp_path)
 
 def test_progress_starts_the_count_of_deaths_over(supervise):
   supervisor, said = supervise(
-      _spec('actor_0', 'raise SystemExit(1)', restart=True)
+    _spec('actor_0', 'raise SystemExit(1)', restart=True)
   )
 
   def many_deaths():
@@ -121,7 +125,7 @@ def test_a_long_life_starts_the_delay_over(supervise):
   code = 'import time; time.sleep(0.3); raise SystemExit(1)'
   back_off = supervisor_lib.BackOff(first_s=0.05, longest_s=9, healthy_s=0.1)
   supervisor, said = supervise(
-      _spec('actor_0', code, restart=True), back_off=back_off
+    _spec('actor_0', code, restart=True), back_off=back_off
   )
   _poll_until(supervisor, lambda: len(said) >= 6)
   assert {line.rpartition('restart in ')[2] for line in said} == {'0.05 s'}
@@ -138,7 +142,7 @@ def test_a_users_mistake_is_not_retried(supervise):
 
 def test_the_death_of_the_learner_is_the_outcome(supervise):
   supervisor, _ = supervise(
-      _spec('learner', _SLEEP, completes=True), _spec('actor_0', _SLEEP)
+    _spec('learner', _SLEEP, completes=True), _spec('actor_0', _SLEEP)
   )
   os.kill(_pids(supervisor)['learner'], signal.SIGKILL)
   _poll_until(supervisor, lambda: supervisor.outcome is not None)
@@ -150,7 +154,7 @@ def test_a_learner_that_completes_ends_the_run_in_order(supervise):
   supervisor, _ = supervise(_spec('learner', '', completes=True))
   _poll_until(supervisor, lambda: supervisor.outcome is not None)
   assert supervisor.outcome == supervisor_lib.Outcome(
-      False, 'learner completed'
+    False, 'learner completed'
   )
 
 
@@ -161,34 +165,34 @@ def test_a_server_that_ends_by_itself_is_a_failure(supervise):
 
 
 def test_stop_tells_the_server_only_after_the_others_have_ended(
-    supervise, tmp_path
+  supervise, tmp_path
 ):
   code = (
-      'import signal, sys, time\n'
-      'def end(*_):\n'
-      '  time.sleep({delay}); print("ended", time.time(), flush=True)\n'
-      '  sys.exit(0)\n'
-      'signal.signal(signal.SIGTERM, end)\n'
-      'print("up", flush=True)\n'
-      'time.sleep(60)\n'
+    'import signal, sys, time\n'
+    'def end(*_):\n'
+    '  time.sleep({delay}); print("ended", time.time(), flush=True)\n'
+    '  sys.exit(0)\n'
+    'signal.signal(signal.SIGTERM, end)\n'
+    'print("up", flush=True)\n'
+    'time.sleep(60)\n'
   )
   supervisor, _ = supervise(
-      _spec('replay_server_0', code.format(delay=0), stop_last=True),
-      _spec('learner', code.format(delay=0.5)),
+    _spec('replay_server_0', code.format(delay=0), stop_last=True),
+    _spec('learner', code.format(delay=0.5)),
   )
   for name in ('replay_server_0', 'learner'):
     _wait_for_log(tmp_path / f'{name}.log', 'up')
   assert supervisor.stop(10.0) == []
   ended = {
-      name: float((tmp_path / f'{name}.log').read_text().split()[-1])
-      for name in ('replay_server_0', 'learner')
+    name: float((tmp_path / f'{name}.log').read_text().split()[-1])
+    for name in ('replay_server_0', 'learner')
   }
   assert ended['learner'] < ended['replay_server_0']
 
 
 def test_stop_kills_what_ignores_sigterm_at_the_deadline(supervise, tmp_path):
   supervisor, said = supervise(
-      _spec('actor_0', _DEAF), _spec('replay_server_0', _SLEEP, stop_last=True)
+    _spec('actor_0', _DEAF), _spec('replay_server_0', _SLEEP, stop_last=True)
   )
   for name in ('actor_0', 'replay_server_0'):
     _wait_for_log(tmp_path / f'{name}.log', 'up')
@@ -197,18 +201,18 @@ def test_stop_kills_what_ignores_sigterm_at_the_deadline(supervise, tmp_path):
   assert supervisor.stop(1.0) == ['actor_0']
   assert time.monotonic() - start_s < 2.0
   assert said == [
-      f'actor_0 (pid {pids["actor_0"]}) did not end within 1 s and was killed'
+    f'actor_0 (pid {pids["actor_0"]}) did not end within 1 s and was killed'
   ]
   assert not [pid for pid in pids.values() if _alive(pid)]
 
 
 def test_children_of_a_role_end_with_it(supervise, tmp_path):
   code = (
-      'import subprocess, sys, time\n'
-      'child = subprocess.Popen([sys.executable, "-S", "-c", '
-      '"import time; time.sleep(60)"])\n'
-      'print("child", child.pid, flush=True)\n'
-      'time.sleep(60)\n'
+    'import subprocess, sys, time\n'
+    'child = subprocess.Popen([sys.executable, "-S", "-c", '
+    '"import time; time.sleep(60)"])\n'
+    'print("child", child.pid, flush=True)\n'
+    'time.sleep(60)\n'
   )
   supervisor, _ = supervise(_spec('actor_0', code, restart=True))
   log = tmp_path / 'actor_0.log'
@@ -219,7 +223,7 @@ def test_children_of_a_role_end_with_it(supervise, tmp_path):
   assert not _wait_gone([child])
 
 
-_SUPERVISOR = f'''
+_SUPERVISOR = f"""
 import sys, time
 from launch import supervisor
 s = supervisor.Supervisor(
@@ -230,13 +234,16 @@ s = supervisor.Supervisor(
 s.start()
 print(*(status.pid for status in s.statuses()), flush=True)
 time.sleep(60)
-'''
+"""
 
 
 def test_no_child_survives_kill_9_of_the_supervisor(subprocess_env, tmp_path):
   process = subprocess.Popen(
-      [sys.executable, '-c', _SUPERVISOR, str(tmp_path)],
-      env=subprocess_env, cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+    [sys.executable, '-c', _SUPERVISOR, str(tmp_path)],
+    env=subprocess_env,
+    cwd=tmp_path,
+    stdout=subprocess.PIPE,
+    text=True,
   )
   try:
     pids = [int(pid) for pid in process.stdout.readline().split()]

@@ -15,35 +15,72 @@ from tunix_reverb.telemetry import summary
 
 _GOAL = console.Goal('gym:CartPole-v1', 475.0, 'runs/x')
 _STATUSES = [
-    run_state.ProcessStatus('learner', 12, 0, 61.0, 'running'),
-    run_state.ProcessStatus('actor_0', 0, 2, 3.0, 'waiting to restart'),
+  run_state.ProcessStatus('learner', 12, 0, 61.0, 'running'),
+  run_state.ProcessStatus('actor_0', 0, 2, 3.0, 'waiting to restart'),
 ]
 
 
 def _state(rows=40):
   state = run_state.RunState()
   for i in range(1, rows + 1):
-    state.update([
-        reader.Row(float(i), 'learner', i, {
-            'learner_step': 100.0 * i, 'learner_steps_per_s': 100.0,
-            'transitions_per_s': 35_200.0, 'transitions_total': 35_200.0 * i,
-            'utilisation_compute': 0.7, 'utilisation_waiting': 0.2,
-            'utilisation_publishing': 0.06, 'utilisation_other': 0.04,
-            'policy_lag_mean': 2.1, 'policy_lag_p50': 2.0,
-            'policy_lag_p95': 4.0, 'policy_lag_max': 6.0,
-            'dropped_lag_total': 3.0, 'recompiles_total': 0.0,
-        }),
-        reader.Row(float(i), 'actor_0', i, {
-            'episode_return_mean': 2.0 * i, 'actor_steps_per_s': 20_000.0,
-        }),
-        reader.Row(float(i), 'replay_server_0', i, {
-            'table_items': 16.0, 'inserts_blocked': 2.0, 'samples_blocked': 0.0,
-        }),
-    ])
-  state.update([reader.Row(50.0, 'evaluator', 1, {
-      'evaluation_return_mean': 321.0, 'evaluation_return_std': 5.0,
-      'evaluation_episodes': 100.0,
-  })])
+    state.update(
+      [
+        reader.Row(
+          float(i),
+          'learner',
+          i,
+          {
+            'learner_step': 100.0 * i,
+            'learner_steps_per_s': 100.0,
+            'transitions_per_s': 35_200.0,
+            'transitions_total': 35_200.0 * i,
+            'utilisation_compute': 0.7,
+            'utilisation_waiting': 0.2,
+            'utilisation_publishing': 0.06,
+            'utilisation_other': 0.04,
+            'policy_lag_mean': 2.1,
+            'policy_lag_p50': 2.0,
+            'policy_lag_p95': 4.0,
+            'policy_lag_max': 6.0,
+            'dropped_lag_total': 3.0,
+            'recompiles_total': 0.0,
+          },
+        ),
+        reader.Row(
+          float(i),
+          'actor_0',
+          i,
+          {
+            'episode_return_mean': 2.0 * i,
+            'actor_steps_per_s': 20_000.0,
+          },
+        ),
+        reader.Row(
+          float(i),
+          'replay_server_0',
+          i,
+          {
+            'table_items': 16.0,
+            'inserts_blocked': 2.0,
+            'samples_blocked': 0.0,
+          },
+        ),
+      ]
+    )
+  state.update(
+    [
+      reader.Row(
+        50.0,
+        'evaluator',
+        1,
+        {
+          'evaluation_return_mean': 321.0,
+          'evaluation_return_std': 5.0,
+          'evaluation_episodes': 100.0,
+        },
+      )
+    ]
+  )
   return state
 
 
@@ -56,11 +93,25 @@ def _draw(renderable):
 def test_the_panel_shows_everything_a_user_watches():
   text = _draw(console.panel(_state(), _STATUSES, _GOAL, 61.0))
   for words in (
-      'gym:CartPole-v1', '321', 'solved at 475', '35,200 transitions/s',
-      '100 steps/s', '20,000 steps/s', 'compute 70%', 'waiting 20%',
-      'publishing 6%', '2.1/2/4/6', 'lag 3', 'recompiles', 'runs/x',
-      'holds back 2 inserts', '16 items', 'pid 12', 'restarts 2',
-      'waiting to restart', '█',
+    'gym:CartPole-v1',
+    '321',
+    'solved at 475',
+    '35,200 transitions/s',
+    '100 steps/s',
+    '20,000 steps/s',
+    'compute 70%',
+    'waiting 20%',
+    'publishing 6%',
+    '2.1/2/4/6',
+    'lag 3',
+    'recompiles',
+    'runs/x',
+    'holds back 2 inserts',
+    '16 items',
+    'pid 12',
+    'restarts 2',
+    'waiting to restart',
+    '█',
   ):
     assert words in text, words
 
@@ -75,8 +126,15 @@ def test_a_run_that_has_only_started_can_be_drawn():
 def test_the_plain_line_is_one_line_with_the_same_facts():
   line = console.line(_state(), _STATUSES, 61.0)
   assert '\n' not in line
-  for words in ('step 4,000', '35,200 transitions/s', 'compute 70%', '321',
-                'lag 2.1/2/4/6', 'dropped lag 3', 'restarts 2'):
+  for words in (
+    'step 4,000',
+    '35,200 transitions/s',
+    'compute 70%',
+    '321',
+    'lag 2.1/2/4/6',
+    'dropped lag 3',
+    'restarts 2',
+  ):
     assert words.replace('4,000', '4000') in line, (words, line)
 
 
@@ -102,9 +160,16 @@ def test_drawing_twice_a_second_costs_little_of_a_core():
 
 
 @pytest.mark.parametrize(
-    ('value', 'text'),
-    [(math.nan, '-'), (0.0, '0'), (35_200.4, '35,200'), (0.03124, '0.0312'),
-     (2.0, '2'), (-1.0, '-1'), (math.inf, 'inf')],
+  ('value', 'text'),
+  [
+    (math.nan, '-'),
+    (0.0, '0'),
+    (35_200.4, '35,200'),
+    (0.03124, '0.0312'),
+    (2.0, '2'),
+    (-1.0, '-1'),
+    (math.inf, 'inf'),
+  ],
 )
 def test_numbers_as_people_read_them(value, text):
   assert console.number(value) == text
@@ -120,8 +185,11 @@ def test_sparklines_scale_to_their_range():
 
 def test_the_summary_is_valid_json_and_reads_well():
   data = summary.make(
-      _state(), reason='solved: mean return 480', solved=True, wall_s=61.23,
-      restarts={'actor_0': 2},
+    _state(),
+    reason='solved: mean return 480',
+    solved=True,
+    wall_s=61.23,
+    restarts={'actor_0': 2},
   )
   json.dumps(data, allow_nan=False)
   assert data['transitions_per_s'] == 35_200.0
@@ -129,15 +197,24 @@ def test_the_summary_is_valid_json_and_reads_well():
   assert data['dropped'] == {'lag': 3}
   assert data['compile_s'] is None
   text = summary.as_text(data)
-  for words in ('yes', '321 +- 5 over 100 episodes', 'compute 70%',
-                'actor_0 2', '61.2 s', 'max 6 publishes'):
+  for words in (
+    'yes',
+    '321 +- 5 over 100 episodes',
+    'compute 70%',
+    'actor_0 2',
+    '61.2 s',
+    'max 6 publishes',
+  ):
     assert words in text, (words, text)
 
 
 def test_the_summary_of_a_run_that_never_learnt():
   data = summary.make(
-      run_state.RunState(), reason='learner ended (status 1)', solved=None,
-      wall_s=3.0, restarts={},
+    run_state.RunState(),
+    reason='learner ended (status 1)',
+    solved=None,
+    wall_s=3.0,
+    restarts={},
   )
   json.dumps(data, allow_nan=False)
   assert 'no threshold set' in summary.as_text(data)

@@ -1,5 +1,4 @@
-"""Metrics as valid JSON lines and TensorBoard events, whatever the disk does.
-"""
+"""Metrics as valid JSON lines and TensorBoard events, whatever the disk does."""
 
 import json
 import math
@@ -21,9 +20,9 @@ def _refuse(name):
 
 def _rows(path):
   return [
-      json.loads(line, parse_constant=_refuse)
-      for line in path.read_text().splitlines()
-      if line
+    json.loads(line, parse_constant=_refuse)
+    for line in path.read_text().splitlines()
+    if line
   ]
 
 
@@ -42,7 +41,10 @@ def test_a_line_is_complete_on_disk_after_each_write(logger, tmp_path):
     assert len(rows) == step
     assert rows[-1].pop('time_s') > 1e9
     assert rows[-1] == {
-        'role': 'learner', 'step': step, 'loss': 0.5, 'learner_step': step
+      'role': 'learner',
+      'step': step,
+      'loss': 0.5,
+      'learner_step': step,
     }
 
 
@@ -88,7 +90,7 @@ def test_tensorboard_reads_what_was_written(logger, tmp_path):
   assert len(found) == 3
 
 
-_WRITER = '''
+_WRITER = """
 import pathlib, resource, signal, sys
 from tunix_reverb.telemetry import logger
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -102,14 +104,17 @@ resource.setrlimit(
 m.write({'loss': 2.0}, 100)
 m.close()
 print('training went on')
-'''
+"""
 
 
 def test_a_full_disk_costs_one_warning_and_recovers(tmp_path, subprocess_env):
   # A limit on the size of files fails writes half way, as a full disk does.
   result = subprocess.run(
-      [sys.executable, '-c', _WRITER, str(tmp_path)], env=subprocess_env,
-      text=True, capture_output=True, timeout=60,
+    [sys.executable, '-c', _WRITER, str(tmp_path)],
+    env=subprocess_env,
+    text=True,
+    capture_output=True,
+    timeout=60,
   )
   assert result.stdout == 'training went on\n', result.stderr
   assert result.stderr.count('warning: learner: metrics cannot be written') == 1
@@ -137,8 +142,8 @@ def test_close_leaves_no_file_open(tmp_path):
   logger.close()
   logger.close()
   links = [
-      os.readlink(f'/proc/self/fd/{fd}')
-      for fd in os.listdir('/proc/self/fd')
-      if os.path.exists(f'/proc/self/fd/{fd}')
+    os.readlink(f'/proc/self/fd/{fd}')
+    for fd in os.listdir('/proc/self/fd')
+    if os.path.exists(f'/proc/self/fd/{fd}')
   ]
   assert not [link for link in links if str(tmp_path) in link]

@@ -19,7 +19,7 @@ def test_fractions_follow_the_clock(monkeypatch):
     now[0] += 1.0
   fractions = account.take()
   assert fractions == pytest.approx(
-      {'compute': 5 / 9, 'waiting': 1 / 9, 'other': 3 / 9}
+    {'compute': 5 / 9, 'waiting': 1 / 9, 'other': 3 / 9}
   )
   now[0] += 4.0
   assert account.take() == {'compute': 0.0, 'waiting': 0.0, 'other': 1.0}
@@ -60,10 +60,16 @@ def test_a_window_summarises_since_the_last_take():
   window.add(np.arange(100))
   window.add(100)
   assert window.count == 101
-  assert window.take() == pytest.approx({
-      'mean': 50.0, 'std': np.arange(101).std(), 'p50': 50.0, 'p95': 95.0,
-      'min': 0.0, 'max': 100.0,
-  })
+  assert window.take() == pytest.approx(
+    {
+      'mean': 50.0,
+      'std': np.arange(101).std(),
+      'p50': 50.0,
+      'p95': 95.0,
+      'min': 0.0,
+      'max': 100.0,
+    }
+  )
   window.add([[1, 2], [3, 4]])
   assert window.take()['mean'] == 2.5
   assert window.take() == {}
@@ -91,6 +97,6 @@ def test_rates_are_per_second_since_the_last_take(monkeypatch):
 def test_prefixed_names_only_what_there_is():
   values = {'mean': 1.0, 'p50': 2.0}
   assert statistics.prefixed('policy_lag', values, 'mean') == {
-      'policy_lag_mean': 1.0
+    'policy_lag_mean': 1.0
   }
   assert statistics.prefixed('policy_lag', {}, 'mean', 'p50') == {}

@@ -23,7 +23,7 @@ def make():
       expired.set()
 
     watchdog = watchdog_lib.Watchdog(
-        timeout_s, role='actor_0', on_expire=on_expire
+      timeout_s, role='actor_0', on_expire=on_expire
     )
     watchdog.start()
     made.append(watchdog)
@@ -88,28 +88,31 @@ def test_a_wait_describes_itself_from_another_thread(make):
   assert watchdog.describe_waits() == ''
 
 
-_PROGRAM = '''
+_PROGRAM = """
 import time
 from tunix_reverb.telemetry import watchdog
 w = watchdog.Watchdog(0.3, role='learner')
 w.start()
 with w.waiting('learner waits for items of table trajectories at localhost:1'):
   time.sleep(60)
-'''
+"""
 
 
 @pytest.mark.integration
 def test_by_default_the_process_ends_with_status_3_and_one_line(subprocess_env):
   result = subprocess.run(
-      [sys.executable, '-c', _PROGRAM], env=subprocess_env, text=True,
-      capture_output=True, timeout=30,
+    [sys.executable, '-c', _PROGRAM],
+    env=subprocess_env,
+    text=True,
+    capture_output=True,
+    timeout=30,
   )
   assert result.returncode == watchdog_lib.EXIT_STATUS == 3
   assert 'items of table trajectories at localhost:1' in result.stderr
   assert result.stderr.count('\n') == 1
 
 
-_STOPPED = '''
+_STOPPED = """
 import os, signal, subprocess, sys, time
 from tunix_reverb.telemetry import watchdog
 w = watchdog.Watchdog(4.0, role='learner')
@@ -118,13 +121,16 @@ subprocess.Popen(['sh', '-c', f'sleep 6; kill -CONT {os.getpid()}'])
 os.kill(os.getpid(), signal.SIGSTOP)
 time.sleep(1.5)
 print('still here')
-'''
+"""
 
 
 @pytest.mark.integration
 def test_a_suspended_process_does_not_expire_when_it_wakes(subprocess_env):
   result = subprocess.run(
-      [sys.executable, '-c', _STOPPED], env=subprocess_env, text=True,
-      capture_output=True, timeout=60,
+    [sys.executable, '-c', _STOPPED],
+    env=subprocess_env,
+    text=True,
+    capture_output=True,
+    timeout=60,
   )
   assert (result.returncode, result.stdout) == (0, 'still here\n')

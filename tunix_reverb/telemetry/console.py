@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import dataclasses
 import math
 import sys
 import time
-from typing import Any, Sequence
+from typing import Any
 
 from tunix_reverb.telemetry import metrics
 from tunix_reverb.telemetry import run_state
@@ -35,8 +36,8 @@ class Goal:
 class Console:
   """Shows a run. Drawn by whoever calls `update`; it has no thread.
 
-    with Console(goal) as console:
-      console.update(state, statuses)  # As often as you like.
+  with Console(goal) as console:
+    console.update(state, statuses)  # As often as you like.
   """
 
   def __init__(self, goal: Goal, *, interactive: bool | None = None):
@@ -49,7 +50,7 @@ class Console:
     """
     self._goal = goal
     self._interactive = (
-        sys.stdout.isatty() if interactive is None else interactive
+      sys.stdout.isatty() if interactive is None else interactive
     )
     self._start_s = time.monotonic()
     self._next_s = 0.0
@@ -77,11 +78,11 @@ class Console:
       print(text, flush=True)
 
   def update(
-      self,
-      state: run_state.RunState,
-      statuses: Sequence[run_state.ProcessStatus],
-      *,
-      force: bool = False,
+    self,
+    state: run_state.RunState,
+    statuses: Sequence[run_state.ProcessStatus],
+    *,
+    force: bool = False,
   ) -> None:
     """Redraws if it is time to; cheap otherwise."""
     now = time.monotonic()
@@ -91,7 +92,7 @@ class Console:
     if self._live is not None:
       self._next_s = now + _PANEL_PERIOD_S
       self._live.update(
-          panel(state, statuses, self._goal, elapsed_s), refresh=True
+        panel(state, statuses, self._goal, elapsed_s), refresh=True
       )
     else:
       self._next_s = now + _LINE_PERIOD_S
@@ -102,9 +103,9 @@ class Console:
 
 
 def line(
-    state: run_state.RunState,
-    statuses: Sequence[run_state.ProcessStatus],
-    elapsed_s: float,
+  state: run_state.RunState,
+  statuses: Sequence[run_state.ProcessStatus],
+  elapsed_s: float,
 ) -> str:
   """The run in one line of plain text."""
   learner = metrics.LEARNER
@@ -115,12 +116,12 @@ def line(
     parts.append(f'starting ({running} of {len(statuses)} processes run)')
   else:
     parts += [
-        f'step {step:.0f}',
-        f'{number(state.latest(learner, "learner_steps_per_s"))} steps/s',
-        f'{number(state.latest(learner, "transitions_per_s"))} transitions/s',
-        f'learner {_utilisation(state)}',
-        f'lag {_lag(state)}',
-        f'recompiles {number(state.latest(learner, "recompiles_total"))}',
+      f'step {step:.0f}',
+      f'{number(state.latest(learner, "learner_steps_per_s"))} steps/s',
+      f'{number(state.latest(learner, "transitions_per_s"))} transitions/s',
+      f'learner {_utilisation(state)}',
+      f'lag {_lag(state)}',
+      f'recompiles {number(state.latest(learner, "recompiles_total"))}',
     ]
   if state.training_returns:
     parts.append(f'train {state.training_returns[-1]:.3g}')
@@ -135,10 +136,10 @@ def line(
 
 
 def panel(
-    state: run_state.RunState,
-    statuses: Sequence[run_state.ProcessStatus],
-    goal: Goal,
-    elapsed_s: float,
+  state: run_state.RunState,
+  statuses: Sequence[run_state.ProcessStatus],
+  goal: Goal,
+  elapsed_s: float,
 ) -> Any:
   """The run as a rich renderable."""
   from rich import panel as rich_panel  # pylint: disable=g-import-not-at-top
@@ -152,9 +153,9 @@ def panel(
     grid.add_row(name, text.Text(value))
   grid.add_row('processes', text.Text(_processes(statuses)))
   return rich_panel.Panel(
-      grid,
-      title=f'{goal.environment}   {elapsed_s:.0f} s   {goal.run_dir}',
-      title_align='left',
+    grid,
+    title=f'{goal.environment}   {elapsed_s:.0f} s   {goal.run_dir}',
+    title_align='left',
   )
 
 
@@ -164,23 +165,27 @@ def rows(state: run_state.RunState, goal: Goal) -> list[tuple[str, str]]:
   latest = lambda name: number(state.latest(learner, name))
   returns = [evaluation.return_mean for evaluation in state.evaluations]
   target = (
-      f'   solved at {goal.solved_return:g}'
-      if math.isfinite(goal.solved_return) else ''
+    f'   solved at {goal.solved_return:g}'
+    if math.isfinite(goal.solved_return)
+    else ''
   )
   acting = number(state.latest_sum(metrics.ACTOR, 'actor_steps_per_s'))
   return [
-      ('evaluation', _returns(returns) + target),
-      ('training', _returns(list(state.training_returns))),
-      ('learner', f'step {latest("learner_step")}   '
-                  f'{latest("learner_steps_per_s")} steps/s   '
-                  f'{latest("transitions_per_s")} transitions/s   '
-                  f'total {latest("transitions_total")}'),
-      ('actors', f'{acting} steps/s'),
-      ('learner time', _utilisation(state)),
-      ('policy lag', f'{_lag(state)}   (mean/p50/p95/max, publishes)'),
-      ('limiter', _limiter(state)),
-      ('dropped', _drops(state) or 'none'),
-      ('recompiles', latest('recompiles_total')),
+    ('evaluation', _returns(returns) + target),
+    ('training', _returns(list(state.training_returns))),
+    (
+      'learner',
+      f'step {latest("learner_step")}   '
+      f'{latest("learner_steps_per_s")} steps/s   '
+      f'{latest("transitions_per_s")} transitions/s   '
+      f'total {latest("transitions_total")}',
+    ),
+    ('actors', f'{acting} steps/s'),
+    ('learner time', _utilisation(state)),
+    ('policy lag', f'{_lag(state)}   (mean/p50/p95/max, publishes)'),
+    ('limiter', _limiter(state)),
+    ('dropped', _drops(state) or 'none'),
+    ('recompiles', latest('recompiles_total')),
   ]
 
 
@@ -220,16 +225,17 @@ def _utilisation(state: run_state.RunState) -> str:
 
 def _lag(state: run_state.RunState) -> str:
   return '/'.join(
-      number(state.latest(metrics.LEARNER, f'policy_lag_{name}'))
-      for name in ('mean', 'p50', 'p95', 'max')
+    number(state.latest(metrics.LEARNER, f'policy_lag_{name}'))
+    for name in ('mean', 'p50', 'p95', 'max')
   )
 
 
 def _limiter(state: run_state.RunState) -> str:
   latest = lambda name: state.latest_sum(metrics.REPLAY_SERVER, name)
   items, inserts, samples = (
-      latest('table_items'), latest('inserts_blocked'),
-      latest('samples_blocked'),
+    latest('table_items'),
+    latest('inserts_blocked'),
+    latest('samples_blocked'),
   )
   if math.isnan(items):
     return '-'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import json
 import math
 import os
@@ -9,7 +10,7 @@ import pathlib
 import sys
 import threading
 import time
-from typing import Any, Mapping
+from typing import Any
 
 from tunix_reverb.telemetry import metrics
 
@@ -38,8 +39,8 @@ class MetricLogger:
     if run_dir is not None:
       run_dir = pathlib.Path(run_dir)
       self._sinks = [
-          _JsonLines(run_dir / 'metrics' / f'{role}.jsonl', role),
-          _TensorBoard(run_dir / 'tensorboard' / role),
+        _JsonLines(run_dir / 'metrics' / f'{role}.jsonl', role),
+        _TensorBoard(run_dir / 'tensorboard' / role),
       ]
 
   def write(self, values: Mapping[str, float], step: int) -> None:
@@ -77,9 +78,10 @@ class MetricLogger:
     if not self._warned:
       self._warned = True
       print(
-          f'warning: {self._role}: metrics cannot be written ({error}); '
-          'training goes on without them',
-          file=sys.stderr, flush=True,
+        f'warning: {self._role}: metrics cannot be written ({error}); '
+        'training goes on without them',
+        file=sys.stderr,
+        flush=True,
       )
 
 
@@ -96,7 +98,7 @@ class _JsonLines:
     if self._fd < 0:
       self._path.parent.mkdir(parents=True, exist_ok=True)
       self._fd = os.open(
-          self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644
+        self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644
       )
       self._torn = _ends_within_a_line(self._fd)
     row = {'time_s': round(time_s, 3), 'role': self._role, 'step': step}
@@ -132,20 +134,25 @@ class _TensorBoard:
     from tensorboardX import event_file_writer
     from tensorboardX.proto import event_pb2
     from tensorboardX.proto import summary_pb2
+
     # pylint: enable=g-import-not-at-top
     if self._writer is None:
       self._directory.mkdir(parents=True, exist_ok=True)
       self._writer = event_file_writer.EventsWriter(
-          str(self._directory / 'events'), f'.{os.getpid()}'
+        str(self._directory / 'events'), f'.{os.getpid()}'
       )
-    self._writer.write_event(event_pb2.Event(
+    self._writer.write_event(
+      event_pb2.Event(
         wall_time=time_s,
         step=step,
-        summary=summary_pb2.Summary(value=[
+        summary=summary_pb2.Summary(
+          value=[
             summary_pb2.Summary.Value(tag=name, simple_value=value)
             for name, value in numbers.items()
-        ]),
-    ))
+          ]
+        ),
+      )
+    )
     self._writer.flush()
 
   def close(self) -> None:

@@ -6,9 +6,10 @@ that is not here is refused, so that this page stays true.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from collections.abc import Mapping
 import dataclasses
 import types
-from typing import Iterable, Mapping
 
 LEARNER = 'learner'
 ACTOR = 'actor'
@@ -36,181 +37,201 @@ class Metric:
 
 def _of(*roles: str, **metrics: tuple[str, str]) -> dict[str, Metric]:
   return {
-      name: Metric(unit, text, roles) for name, (unit, text) in metrics.items()
+    name: Metric(unit, text, roles) for name, (unit, text) in metrics.items()
   }
 
 
 def _learner() -> dict[str, Metric]:
   return {
-      **_of(
-          LEARNER,
-          learner_step=('updates', 'Optimiser updates since training began.'),
-          learner_steps_per_s=('updates/s', 'Optimiser updates per second.'),
-          transitions_per_s=('transitions/s', 'Transitions learnt per second.'),
-          transitions_total=(
-              'transitions', 'Transitions learnt since training began.'
-          ),
-          utilisation_compute=(
-              'fraction', 'Share of wall time in the update itself.'
-          ),
-          utilisation_waiting=(
-              'fraction', 'Share of wall time waiting for a batch.'
-          ),
-          utilisation_publishing=(
-              'fraction', 'Share of wall time publishing variables.'
-          ),
-          utilisation_other=('fraction', 'Share of wall time in all else.'),
-          batch_fill=(
-              'fraction', 'Positions of a batch that hold data, not padding.'
-          ),
-          recompiles_total=(
-              'compiles', 'XLA compilations after warm-up; must stay 0.'
-          ),
-          compile_s=('s', 'Seconds spent compiling since the process began.'),
-          checkpoint_s=(
-              's', 'Seconds the last learner checkpoint held up the learner.'
-          ),
-          publish_s=('s', 'Seconds the last publish of variables took.'),
+    **_of(
+      LEARNER,
+      learner_step=('updates', 'Optimiser updates since training began.'),
+      learner_steps_per_s=('updates/s', 'Optimiser updates per second.'),
+      transitions_per_s=('transitions/s', 'Transitions learnt per second.'),
+      transitions_total=(
+        'transitions',
+        'Transitions learnt since training began.',
       ),
-      **_staleness(),
-      **_optimisation(),
+      utilisation_compute=(
+        'fraction',
+        'Share of wall time in the update itself.',
+      ),
+      utilisation_waiting=(
+        'fraction',
+        'Share of wall time waiting for a batch.',
+      ),
+      utilisation_publishing=(
+        'fraction',
+        'Share of wall time publishing variables.',
+      ),
+      utilisation_other=('fraction', 'Share of wall time in all else.'),
+      batch_fill=(
+        'fraction',
+        'Positions of a batch that hold data, not padding.',
+      ),
+      recompiles_total=(
+        'compiles',
+        'XLA compilations after warm-up; must stay 0.',
+      ),
+      compile_s=('s', 'Seconds spent compiling since the process began.'),
+      checkpoint_s=(
+        's',
+        'Seconds the last learner checkpoint held up the learner.',
+      ),
+      publish_s=('s', 'Seconds the last publish of variables took.'),
+    ),
+    **_staleness(),
+    **_optimisation(),
   }
 
 
 def _staleness() -> dict[str, Metric]:
   causes = {
-      'lag': 'its policy_lag exceeded max_policy_lag',
-      'age': 'it was older than max_age_s',
-      'poison': 'its columns were unreadable or not finite',
-      'shutdown': 'the learner ended before using it',
+    'lag': 'its policy_lag exceeded max_policy_lag',
+    'age': 'it was older than max_age_s',
+    'poison': 'its columns were unreadable or not finite',
+    'shutdown': 'the learner ended before using it',
   }
   drops = {
-      f'dropped_{cause}_total': (
-          'trajectories', f'Trajectories dropped because {causes[cause]}.'
-      )
-      for cause in DROP_CAUSES
+    f'dropped_{cause}_total': (
+      'trajectories',
+      f'Trajectories dropped because {causes[cause]}.',
+    )
+    for cause in DROP_CAUSES
   }
   deciles = {
-      f'dropped_decile_{i}_total': (
-          'trajectories',
-          f'Trajectories dropped whose length is in decile {i} (0 shortest) '
-          'of all trajectories seen.',
-      )
-      for i in range(10)
+    f'dropped_decile_{i}_total': (
+      'trajectories',
+      f'Trajectories dropped whose length is in decile {i} (0 shortest) '
+      'of all trajectories seen.',
+    )
+    for i in range(10)
   }
   lag = 'policy_lag of the trajectories handed to the update'
   age = 'Age of the trajectories handed to the update'
   return _of(
-      LEARNER,
-      policy_lag_mean=('publishes', f'Mean {lag}.'),
-      policy_lag_p50=('publishes', f'Median {lag}.'),
-      policy_lag_p95=('publishes', f'95th percentile of the {lag}.'),
-      policy_lag_max=('publishes', f'Largest {lag}.'),
-      age_s_mean=('s', f'{age}, mean.'),
-      age_s_p95=('s', f'{age}, 95th percentile.'),
-      age_s_max=('s', f'{age}, largest.'),
-      **drops,
-      **deciles,
+    LEARNER,
+    policy_lag_mean=('publishes', f'Mean {lag}.'),
+    policy_lag_p50=('publishes', f'Median {lag}.'),
+    policy_lag_p95=('publishes', f'95th percentile of the {lag}.'),
+    policy_lag_max=('publishes', f'Largest {lag}.'),
+    age_s_mean=('s', f'{age}, mean.'),
+    age_s_p95=('s', f'{age}, 95th percentile.'),
+    age_s_max=('s', f'{age}, largest.'),
+    **drops,
+    **deciles,
   )
 
 
 def _optimisation() -> dict[str, Metric]:
   return _of(
-      LEARNER,
-      loss=('1', 'Total loss.'),
-      pg_loss=('1', 'Policy-gradient loss.'),
-      baseline_loss=('1', 'Baseline (value) loss, before its factor.'),
-      entropy=('nats', 'Mean entropy of the policy.'),
-      grad_norm=('1', 'Global norm of the gradients before clipping.'),
-      param_norm=('1', 'Global norm of the params.'),
-      rho_mean=('1', 'Mean importance ratio before clipping.'),
-      rho_clipped_fraction=(
-          'fraction', 'Transitions whose importance ratio was clipped.'
-      ),
-      ess=(
-          'fraction',
-          'Effective sample size of the importance ratios over their number.',
-      ),
-      value_mean=('1', 'Mean value estimate.'),
-      learning_rate=('1', 'Learning rate of the last update.'),
-      non_finite_updates=(
-          'updates', 'Updates skipped because loss or gradients were not '
-          'finite, since the process began.',
-      ),
+    LEARNER,
+    loss=('1', 'Total loss.'),
+    pg_loss=('1', 'Policy-gradient loss.'),
+    baseline_loss=('1', 'Baseline (value) loss, before its factor.'),
+    entropy=('nats', 'Mean entropy of the policy.'),
+    grad_norm=('1', 'Global norm of the gradients before clipping.'),
+    param_norm=('1', 'Global norm of the params.'),
+    rho_mean=('1', 'Mean importance ratio before clipping.'),
+    rho_clipped_fraction=(
+      'fraction',
+      'Transitions whose importance ratio was clipped.',
+    ),
+    ess=(
+      'fraction',
+      'Effective sample size of the importance ratios over their number.',
+    ),
+    value_mean=('1', 'Mean value estimate.'),
+    learning_rate=('1', 'Learning rate of the last update.'),
+    non_finite_updates=(
+      'updates',
+      'Updates skipped because loss or gradients were not '
+      'finite, since the process began.',
+    ),
   )
 
 
 def _actor() -> dict[str, Metric]:
   return _of(
-      ACTOR,
-      actor_steps_per_s=('steps/s', 'Environment steps per second.'),
-      actor_steps_total=('steps', 'Environment steps since the start.'),
-      episode_return_mean=(
-          '1', 'Mean return of the training episodes that just ended.'
-      ),
-      episode_length_mean=(
-          'steps', 'Mean length of the training episodes that just ended.'
-      ),
-      episodes_total=('episodes', 'Training episodes ended since the start.'),
-      blocked_s_total=(
-          's', 'Seconds spent waiting for room in the table since the start.'
-      ),
-      environment_failures_total=(
-          'failures', 'Environments replaced after an exception or a timeout.'
-      ),
-      items_total=('items', 'Items written since the start.'),
-      utilisation_act=('fraction', 'Share of wall time in the policy.'),
-      utilisation_environment=(
-          'fraction', 'Share of wall time stepping environments.'
-      ),
-      utilisation_adder=(
-          'fraction', 'Share of wall time building and writing items.'
-      ),
+    ACTOR,
+    actor_steps_per_s=('steps/s', 'Environment steps per second.'),
+    actor_steps_total=('steps', 'Environment steps since the start.'),
+    episode_return_mean=(
+      '1',
+      'Mean return of the training episodes that just ended.',
+    ),
+    episode_length_mean=(
+      'steps',
+      'Mean length of the training episodes that just ended.',
+    ),
+    episodes_total=('episodes', 'Training episodes ended since the start.'),
+    blocked_s_total=(
+      's',
+      'Seconds spent waiting for room in the table since the start.',
+    ),
+    environment_failures_total=(
+      'failures',
+      'Environments replaced after an exception or a timeout.',
+    ),
+    items_total=('items', 'Items written since the start.'),
+    utilisation_act=('fraction', 'Share of wall time in the policy.'),
+    utilisation_environment=(
+      'fraction',
+      'Share of wall time stepping environments.',
+    ),
+    utilisation_adder=(
+      'fraction',
+      'Share of wall time building and writing items.',
+    ),
   )
 
 
 def _replay_server() -> dict[str, Metric]:
   return _of(
-      REPLAY_SERVER,
-      table_items=('items', 'Items in the trajectory table.'),
-      inserts_total=('items', 'Items inserted since the table was made.'),
-      samples_total=('items', 'Items sampled since the table was made.'),
-      inserts_blocked=('calls', 'Inserts that the rate limiter holds back.'),
-      samples_blocked=('calls', 'Samples that the rate limiter holds back.'),
-      inserts_blocked_s_total=(
-          's', 'Seconds that inserts were held back since the table was made.'
-      ),
-      samples_blocked_s_total=(
-          's', 'Seconds that samples were held back since the table was made.'
-      ),
-      replay_checkpoint_s=('s', 'Seconds the last replay checkpoint took.'),
+    REPLAY_SERVER,
+    table_items=('items', 'Items in the trajectory table.'),
+    inserts_total=('items', 'Items inserted since the table was made.'),
+    samples_total=('items', 'Items sampled since the table was made.'),
+    inserts_blocked=('calls', 'Inserts that the rate limiter holds back.'),
+    samples_blocked=('calls', 'Samples that the rate limiter holds back.'),
+    inserts_blocked_s_total=(
+      's',
+      'Seconds that inserts were held back since the table was made.',
+    ),
+    samples_blocked_s_total=(
+      's',
+      'Seconds that samples were held back since the table was made.',
+    ),
+    replay_checkpoint_s=('s', 'Seconds the last replay checkpoint took.'),
   )
 
 
 def _evaluator() -> dict[str, Metric]:
   return _of(
-      EVALUATOR,
-      evaluation_return_mean=('1', 'Mean return of one evaluation.'),
-      evaluation_return_std=('1', 'Standard deviation of its returns.'),
-      evaluation_return_min=('1', 'Smallest return of one evaluation.'),
-      evaluation_return_max=('1', 'Largest return of one evaluation.'),
-      evaluation_episodes=('episodes', 'Episodes of one evaluation.'),
-      evaluation_length_mean=('steps', 'Mean length of its episodes.'),
+    EVALUATOR,
+    evaluation_return_mean=('1', 'Mean return of one evaluation.'),
+    evaluation_return_std=('1', 'Standard deviation of its returns.'),
+    evaluation_return_min=('1', 'Smallest return of one evaluation.'),
+    evaluation_return_max=('1', 'Largest return of one evaluation.'),
+    evaluation_episodes=('episodes', 'Episodes of one evaluation.'),
+    evaluation_length_mean=('steps', 'Mean length of its episodes.'),
   )
 
 
-METRICS: Mapping[str, Metric] = types.MappingProxyType({
+METRICS: Mapping[str, Metric] = types.MappingProxyType(
+  {
     **_of(
-        LEARNER, ACTOR, EVALUATOR,
-        policy_version=(
-            'publishes', 'Version of the variables the role has.'
-        ),
+      LEARNER,
+      ACTOR,
+      EVALUATOR,
+      policy_version=('publishes', 'Version of the variables the role has.'),
     ),
     **_learner(),
     **_actor(),
     **_replay_server(),
     **_evaluator(),
-})
+  }
+)
 
 
 def check_names(names: Iterable[str]) -> None:
@@ -222,5 +243,5 @@ def check_names(names: Iterable[str]) -> None:
   unknown = sorted(set(names) - METRICS.keys())
   if unknown:
     raise ValueError(
-        f'metric names {unknown} must be listed in telemetry/metrics.py'
+      f'metric names {unknown} must be listed in telemetry/metrics.py'
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import dataclasses
 import json
 import pathlib
-from typing import Any, Mapping
+from typing import Any
 
 from tunix_reverb.telemetry import logger
 
@@ -69,14 +70,14 @@ class Reader:
     try:
       fields: dict[str, Any] = json.loads(line)
       return Row(
-          time_s=float(fields['time_s']),
-          role=str(fields['role']),
-          step=int(fields['step']),
-          values={
-              name: float(value)
-              for name, value in fields.items()
-              if name not in logger.RESERVED
-          },
+        time_s=float(fields['time_s']),
+        role=str(fields['role']),
+        step=int(fields['step']),
+        values={
+          name: float(value)
+          for name, value in fields.items()
+          if name not in logger.RESERVED
+        },
       )
     except (ValueError, KeyError, TypeError, AttributeError):
       self.bad_lines += 1  # Cut off by a crash or by a full disk.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Iterable
 import dataclasses
 import math
 import re
-from typing import Iterable
 
 from tunix_reverb.telemetry import metrics
 from tunix_reverb.telemetry import reader
@@ -74,10 +74,10 @@ class RunState:
     self._series: dict[tuple[str, str], _Series] = {}
     self._times: dict[str, tuple[float, float]] = {}
     self.training_returns: collections.deque[float] = collections.deque(
-        maxlen=_RETURNS_KEPT
+      maxlen=_RETURNS_KEPT
     )
     self.evaluations: collections.deque[Evaluation] = collections.deque(
-        maxlen=_RETURNS_KEPT
+      maxlen=_RETURNS_KEPT
     )
 
   def update(self, rows: Iterable[reader.Row]) -> None:
@@ -126,16 +126,16 @@ class RunState:
   def drops(self) -> dict[str, int]:
     """Trajectories dropped so far, by cause; only causes that occurred."""
     counts = {
-        cause: self.latest_sum(metrics.LEARNER, f'dropped_{cause}_total')
-        for cause in metrics.DROP_CAUSES
+      cause: self.latest_sum(metrics.LEARNER, f'dropped_{cause}_total')
+      for cause in metrics.DROP_CAUSES
     }
     return {cause: int(n) for cause, n in counts.items() if n > 0}
 
   def _of(self, kind: str, name: str) -> list[_Series]:
     return [
-        series
-        for (role, series_name), series in self._series.items()
-        if series_name == name and kind_of(role) == kind
+      series
+      for (role, series_name), series in self._series.items()
+      if series_name == name and kind_of(role) == kind
     ]
 
 
@@ -147,9 +147,9 @@ def kind_of(role: str) -> str:
 def _evaluation(row: reader.Row) -> Evaluation:
   version = row.values.get('policy_version', row.step)
   return Evaluation(
-      time_s=row.time_s,
-      policy_version=int(version),
-      episodes=int(row.values.get('evaluation_episodes', 0)),
-      return_mean=row.values['evaluation_return_mean'],
-      return_std=row.values.get('evaluation_return_std', math.nan),
+    time_s=row.time_s,
+    policy_version=int(version),
+    episodes=int(row.values.get('evaluation_episodes', 0)),
+    return_mean=row.values['evaluation_return_mean'],
+    return_std=row.values.get('evaluation_return_std', math.nan),
   )

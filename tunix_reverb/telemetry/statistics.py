@@ -34,12 +34,12 @@ class Window:
     self._chunks = []
     p50, p95 = np.percentile(values, (50, 95))
     return {
-        'mean': float(values.mean()),
-        'std': float(values.std()),
-        'p50': float(p50),
-        'p95': float(p95),
-        'min': float(values.min()),
-        'max': float(values.max()),
+      'mean': float(values.mean()),
+      'std': float(values.std()),
+      'p50': float(p50),
+      'p95': float(p95),
+      'min': float(values.min()),
+      'max': float(values.max()),
     }
 
 
@@ -62,7 +62,8 @@ class Rate:
     return rate
 
 
-def prefixed(prefix: str, values: dict[str, float], *names: str
-             ) -> dict[str, float]:
+def prefixed(
+  prefix: str, values: dict[str, float], *names: str
+) -> dict[str, float]:
   """`{'policy_lag_mean': ...}` from `Window.take()`, for the given names."""
   return {f'{prefix}_{name}': values[name] for name in names if name in values}

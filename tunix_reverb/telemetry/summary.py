@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import math
-from typing import Any, Mapping
+from typing import Any
 
 from tunix_reverb.telemetry import console
 from tunix_reverb.telemetry import logger
@@ -12,12 +13,12 @@ from tunix_reverb.telemetry import run_state
 
 
 def make(
-    state: run_state.RunState,
-    *,
-    reason: str,
-    solved: bool | None,
-    wall_s: float,
-    restarts: Mapping[str, int],
+  state: run_state.RunState,
+  *,
+  reason: str,
+  solved: bool | None,
+  wall_s: float,
+  restarts: Mapping[str, int],
 ) -> dict[str, Any]:
   """The summary as plain data, ready for JSON.
 
@@ -31,39 +32,41 @@ def make(
   learner = metrics.LEARNER
   last = state.evaluations[-1] if state.evaluations else None
   values = {
-      'evaluation_return_mean': last.return_mean if last else math.nan,
-      'evaluation_return_std': last.return_std if last else math.nan,
-      'evaluation_episodes': last.episodes if last else 0,
-      'training_return_mean': (
-          state.training_returns[-1] if state.training_returns else math.nan
-      ),
-      'wall_s': round(wall_s, 1),
-      **{
-          name: state.latest(learner, name)
-          for name in (
-              'learner_step', 'policy_version', 'transitions_total',
-              'recompiles_total', 'compile_s', 'non_finite_updates',
-          )
-      },
-      'learner_steps_per_s': state.rate(learner, 'learner_step'),
-      'transitions_per_s': state.rate(learner, 'transitions_total'),
-      'actor_steps_total': state.latest_sum(
-          metrics.ACTOR, 'actor_steps_total'
-      ),
-      **{
-          f'utilisation_{name}': state.mean(learner, f'utilisation_{name}')
-          for name in ('compute', 'waiting', 'publishing', 'other')
-      },
-      'policy_lag_mean': state.mean(learner, 'policy_lag_mean'),
-      'policy_lag_p95': state.mean(learner, 'policy_lag_p95'),
-      'policy_lag_max': state.maximum(learner, 'policy_lag_max'),
+    'evaluation_return_mean': last.return_mean if last else math.nan,
+    'evaluation_return_std': last.return_std if last else math.nan,
+    'evaluation_episodes': last.episodes if last else 0,
+    'training_return_mean': (
+      state.training_returns[-1] if state.training_returns else math.nan
+    ),
+    'wall_s': round(wall_s, 1),
+    **{
+      name: state.latest(learner, name)
+      for name in (
+        'learner_step',
+        'policy_version',
+        'transitions_total',
+        'recompiles_total',
+        'compile_s',
+        'non_finite_updates',
+      )
+    },
+    'learner_steps_per_s': state.rate(learner, 'learner_step'),
+    'transitions_per_s': state.rate(learner, 'transitions_total'),
+    'actor_steps_total': state.latest_sum(metrics.ACTOR, 'actor_steps_total'),
+    **{
+      f'utilisation_{name}': state.mean(learner, f'utilisation_{name}')
+      for name in ('compute', 'waiting', 'publishing', 'other')
+    },
+    'policy_lag_mean': state.mean(learner, 'policy_lag_mean'),
+    'policy_lag_p95': state.mean(learner, 'policy_lag_p95'),
+    'policy_lag_max': state.maximum(learner, 'policy_lag_max'),
   }
   return {
-      'reason': reason,
-      'solved': solved,
-      **{name: _json(value) for name, value in values.items()},
-      'dropped': state.drops(),
-      'restarts': dict(restarts),
+    'reason': reason,
+    'solved': solved,
+    **{name: _json(value) for name, value in values.items()},
+    'dropped': state.drops(),
+    'restarts': dict(restarts),
   }
 
 
@@ -73,26 +76,36 @@ def as_text(summary: Mapping[str, Any]) -> str:
   share = lambda name: _share(summary[f'utilisation_{name}'])
   solved = {None: 'no threshold set', True: 'yes', False: 'no'}
   lines = [
-      ('ended', summary['reason']),
-      ('solved', solved[summary['solved']]),
-      ('evaluation return',
-       f'{show("evaluation_return_mean")} +- {show("evaluation_return_std")} '
-       f'over {show("evaluation_episodes")} episodes'),
-      ('training return', show('training_return_mean')),
-      ('learner steps',
-       f'{show("learner_step")} ({show("learner_steps_per_s")}/s)'),
-      ('transitions learnt',
-       f'{show("transitions_total")} ({show("transitions_per_s")}/s)'),
-      ('learner time',
-       f'compute {share("compute")}, waiting {share("waiting")}, '
-       f'publishing {share("publishing")}, other {share("other")}'),
-      ('policy lag',
-       f'mean {show("policy_lag_mean")}, p95 {show("policy_lag_p95")}, '
-       f'max {show("policy_lag_max")} publishes'),
-      ('dropped', _counts(summary['dropped'])),
-      ('recompiles', show('recompiles_total')),
-      ('restarts', _counts(summary['restarts'])),
-      ('wall time', f'{summary["wall_s"]:.1f} s'),
+    ('ended', summary['reason']),
+    ('solved', solved[summary['solved']]),
+    (
+      'evaluation return',
+      f'{show("evaluation_return_mean")} +- {show("evaluation_return_std")} '
+      f'over {show("evaluation_episodes")} episodes',
+    ),
+    ('training return', show('training_return_mean')),
+    (
+      'learner steps',
+      f'{show("learner_step")} ({show("learner_steps_per_s")}/s)',
+    ),
+    (
+      'transitions learnt',
+      f'{show("transitions_total")} ({show("transitions_per_s")}/s)',
+    ),
+    (
+      'learner time',
+      f'compute {share("compute")}, waiting {share("waiting")}, '
+      f'publishing {share("publishing")}, other {share("other")}',
+    ),
+    (
+      'policy lag',
+      f'mean {show("policy_lag_mean")}, p95 {show("policy_lag_p95")}, '
+      f'max {show("policy_lag_max")} publishes',
+    ),
+    ('dropped', _counts(summary['dropped'])),
+    ('recompiles', show('recompiles_total')),
+    ('restarts', _counts(summary['restarts'])),
+    ('wall time', f'{summary["wall_s"]:.1f} s'),
   ]
   return '\n'.join(f'  {name:<19}{text}' for name, text in lines)
 

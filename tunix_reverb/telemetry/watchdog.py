@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Iterator
 import contextlib
 import itertools
 import os
 import sys
 import threading
 import time
-from typing import Callable, Iterator
 
 EXIT_STATUS = 3
 
@@ -29,11 +30,11 @@ class Watchdog:
   """
 
   def __init__(
-      self,
-      timeout_s: float,
-      *,
-      role: str,
-      on_expire: Callable[[str], None] = _exit,
+    self,
+    timeout_s: float,
+    *,
+    role: str,
+    on_expire: Callable[[str], None] = _exit,
   ):
     """Creates a watchdog; `start` arms it.
 
@@ -53,9 +54,7 @@ class Watchdog:
   def start(self) -> None:
     """Arms the watchdog; counting starts now."""
     self._progress_s = time.monotonic()
-    threading.Thread(
-        target=self._watch, name='watchdog', daemon=True
-    ).start()
+    threading.Thread(target=self._watch, name='watchdog', daemon=True).start()
 
   def progress(self) -> None:
     """Says that the role is getting on; call it once per unit of work."""
@@ -76,7 +75,7 @@ class Watchdog:
     now = time.monotonic()
     waits = sorted(list(self._waits.values()), key=lambda wait: wait[1])
     return '; '.join(
-        f'{what} (for {now - since:.1f} s)' for what, since in waits
+      f'{what} (for {now - since:.1f} s)' for what, since in waits
     )
 
   def close(self) -> None:
