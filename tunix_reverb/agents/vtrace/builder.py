@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import tree
 
 from tunix_reverb import core
 from tunix_reverb import specs
@@ -23,6 +22,7 @@ from tunix_reverb.agents.vtrace import config as config_lib
 from tunix_reverb.batching import buckets as buckets_lib
 from tunix_reverb.batching import packer as packer_lib
 from tunix_reverb.environments import factory
+from tunix_reverb.learner import checkpoints
 from tunix_reverb.learner import feed as feed_lib
 from tunix_reverb.learner import learner as learner_lib
 from tunix_reverb.learner import optimiser as optimiser_lib
@@ -210,18 +210,10 @@ def make_learner_parts(
         f'data_axis ({data}) must be <= the devices there are ({len(devices)})'
     )
   mesh = mesh_lib.make_mesh(devices[:data], data=data)
-  learner = config.learner
-  optimiser = optimiser_lib.make_optimiser(
-      learning_rate=learner.learning_rate,
-      learning_rate_end=learner.learning_rate_end,
-      decay_steps=learner.learning_rate_decay_steps,
-      max_grad_norm=learner.max_grad_norm,
-  )
-  state = update_lib.init_state(
-      agent.network, optimiser, mesh, key=jax.random.PRNGKey(config.seed)
-  )
+  state = _init_state(config, agent, mesh)
   update = update_lib.make_update(
-      agent.network, optimiser, mesh, _loss_config(learner)
+      agent.network, _optimiser(config.learner), mesh,
+      _loss_config(config.learner),
   )
   buckets = make_buckets(
       config, row_multiple=mesh_lib.num_batch_shards(mesh)
@@ -295,14 +287,62 @@ def make_learner(
   )
 
 
-def num_params(params: types.Nest) -> int:
-  """How many numbers a params pytree holds."""
-  return sum(int(np.size(leaf)) for leaf in tree.flatten(params))
+def load_variables(
+    config: config_lib.ExperimentConfig,
+    agent: AgentSpec,
+    directory: pathlib.Path,
+) -> types.Variables:
+  """The params of a run's newest loadable learner checkpoint.
+
+  Args:
+    config: the run's config.
+    agent: its specs.
+    directory: the run directory, or its checkpoints/learner.
+
+  Raises:
+    errors.CheckpointError: there is none that can be loaded.
+  """
+  if checkpoint_dir(directory).is_dir():
+    directory = checkpoint_dir(directory)
+  mesh = mesh_lib.make_mesh(jax.devices()[:1], data=1)
+  checkpointer = checkpoints.LearnerCheckpointer(directory, max_to_keep=1)
+  try:
+    state, metadata = checkpointer.restore_latest(
+        _init_state(config, agent, mesh)
+    )
+  finally:
+    checkpointer.close(timeout_s=1.0)
+  return types.Variables(
+      policy_version=int(metadata['policy_version']),
+      params=jax.tree_util.tree_map(np.array, state.params),
+  )
 
 
 def checkpoint_dir(run_dir: pathlib.Path) -> pathlib.Path:
   """Where the learner of a run keeps its checkpoints."""
   return run_dir / 'checkpoints' / 'learner'
+
+
+def _init_state(
+    config: config_lib.ExperimentConfig, agent: AgentSpec, mesh: Any
+) -> update_lib.LearnerState:
+  return update_lib.init_state(
+      agent.network,
+      _optimiser(config.learner),
+      mesh,
+      key=jax.random.PRNGKey(config.seed),
+  )
+
+
+def _optimiser(
+    learner: config_lib.LearnerConfig,
+) -> optimiser_lib.Optimiser:
+  return optimiser_lib.make_optimiser(
+      learning_rate=learner.learning_rate,
+      learning_rate_end=learner.learning_rate_end,
+      decay_steps=learner.learning_rate_decay_steps,
+      max_grad_norm=learner.max_grad_norm,
+  )
 
 
 def _loss_config(learner: config_lib.LearnerConfig) -> Any:

@@ -208,12 +208,12 @@ class BatchConfig:
   """Length buckets and packing."""
 
   bucket_lengths: tuple[int, ...] = _field(
-      (66,),
+      (100,),
       'Row lengths L, ascending, positions. A trajectory takes T + 1; the '
       'largest must hold trajectory_length + 1.',
   )
   batch_positions: int = _field(
-      2112, 'Positions of one global batch: each bucket has about '
+      2000, 'Positions of one global batch: each bucket has about '
       'batch_positions / L rows.'
   )
   packing_window: float = _field(

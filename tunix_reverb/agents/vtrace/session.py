@@ -104,16 +104,16 @@ class LearnerSession:
       if self.learner.learner_step != self._saved_step:
         self._save()
       self._checkpointer.wait(_CHECKPOINT_DEADLINE_S)
+      print(f'learner: saved learner step {self._saved_step}', flush=True)
     finally:
-      self._checkpointer.close()
+      self._checkpointer.close(timeout_s=1.0)
 
   def _restore(self) -> None:
     if self._checkpointer is None:
       return
-    restored = self._checkpointer.restore_latest(self.learner.state)
-    if restored is None:
+    if not self._checkpointer.steps():
       return
-    state, metadata = restored
+    state, metadata = self._checkpointer.restore_latest(self.learner.state)
     self.learner.restore(state)
     self.learner.policy_version = int(metadata['policy_version'])
     self.learner.report.transitions_total = int(metadata['transitions_total'])
