@@ -47,7 +47,7 @@ class _IntListSerializer(flags.ArgumentSerializer):
 
 
 def define_config_flags() -> None:
-  """Defines one flag per config field, `--config` and `--run_dir`; idempotent."""
+  """Defines the config fields, `--config` and `--run_dir`; idempotent."""
   if 'config' in FLAGS:
     return
   flags.DEFINE_string(

@@ -132,7 +132,7 @@ class Supervisor:
       self._spawn(process)
 
   def poll(self) -> Outcome | None:
-    """Notices deaths and restarts what is due; the outcome once there is one."""
+    """Notices deaths and restarts what is due; returns the outcome, if any."""
     now = time.monotonic()
     for process in self._processes:
       if process.running and self._reap(process):

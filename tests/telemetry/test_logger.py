@@ -1,4 +1,4 @@
-"""Metrics as valid JSON lines and TensorBoard events, whatever the disk does."""
+"""Metrics are valid JSON lines and TensorBoard events on any disk."""
 
 import json
 import math
