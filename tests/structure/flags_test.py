@@ -18,9 +18,11 @@ _BINARIES = sorted(
 _LIST_FLAGS = """
 import importlib, json, sys
 from launch import flags
-flags.define_config_flags()
-flags.define_role_flags()
 importlib.import_module(sys.argv[1])
+# A role defines these when it runs; a tool may have an --environment of its own.
+if 'environment' not in flags.FLAGS:
+  flags.define_config_flags()
+  flags.define_role_flags()
 print(json.dumps({
     flag.name: flag.help
     for module, defined in flags.FLAGS.flags_by_module_dict().items()
@@ -45,7 +47,7 @@ def test_every_flag_has_help_with_its_unit(module, subprocess_env, tmp_path):
   )
   assert result.returncode == 0, result.stderr
   helps = json.loads(result.stdout)
-  assert 'environment' in helps and len(helps) > 20
+  assert 'environment' in helps
   assert not [name for name, text in helps.items() if len(text or '') < 12]
   assert not [
     f'--{name} must name its unit, {unit}: {text}'
