@@ -42,7 +42,7 @@ _ENVIRONMENTS = {
   'bsuite': ['bsuite>=0.3.6'],
   'gym': ['gymnasium>=1.4'],
   'atari': ['ale-py>=0.12', 'gymnasium>=1.4', 'opencv-python-headless'],
-  # The 4.x series of mujoco does not load dm_control 1.0.50's models.
+  # dm-control 1.0.50 does not work with mujoco 4.
   'dm_control': ['dm-control>=1.0.50', 'mujoco<4'],
   'envpool': ['envpool>=1.2.5'],
 }

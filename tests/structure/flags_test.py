@@ -19,7 +19,7 @@ _LIST_FLAGS = """
 import importlib, json, sys
 from launch import flags
 importlib.import_module(sys.argv[1])
-# A role defines these when it runs; a tool may have an --environment of its own.
+# A role defines these when it runs; a tool has an --environment of its own.
 if 'environment' not in flags.FLAGS:
   flags.define_config_flags()
   flags.define_role_flags()
