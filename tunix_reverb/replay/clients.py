@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import contextlib
 import pathlib
 import threading
 from typing import Any
+from typing import Protocol
 
 from tunix_reverb import core
 from tunix_reverb import types
@@ -58,11 +60,20 @@ def make_sampler(
   return sampler.OfficialItemSampler(addresses, columns=columns, **kwargs)
 
 
-def make_variable_sink(address: str, **kwargs: Any) -> core.VariableSink:
-  """Where the learner publishes; see `ReverbVariableSink`."""
+def make_variable_sink(
+  address: str, *, run_dir: pathlib.Path | None = None, **kwargs: Any
+) -> core.VariableSink:
+  """Where the learner publishes; see `ReverbVariableSink`.
+
+  Args:
+    address: 'host:port' of the first replay server.
+    run_dir: variables too large for the table go to `<run_dir>/variables`.
+    **kwargs: of the sink.
+  """
   from tunix_reverb.replay.reverb_client import variables
 
-  return variables.ReverbVariableSink(address, **kwargs)
+  directory = run_dir / 'variables' if run_dir is not None else None
+  return variables.ReverbVariableSink(address, directory=directory, **kwargs)
 
 
 def make_variable_source(address: str, **kwargs: Any) -> core.VariableSource:
@@ -70,6 +81,45 @@ def make_variable_source(address: str, **kwargs: Any) -> core.VariableSource:
   from tunix_reverb.replay.reverb_client import variables
 
   return variables.ReverbVariableSource(address, **kwargs)
+
+
+class _Watchdog(Protocol):
+  """What `connect` needs of `telemetry.watchdog.Watchdog`."""
+
+  def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
+    """Names a wait."""
+
+
+def connect(
+  addresses: Sequence[str],
+  *,
+  columns: types.Trajectories,
+  table_config: tables.TableConfig,
+  watchdog: _Watchdog,
+  stop: threading.Event,
+  timeout_s: float,
+) -> None:
+  """Waits for every server and refuses one that serves something else.
+
+  Returns early, unchecked, when `stop` is set.
+
+  Args:
+    addresses: 'host:port' of each server.
+    columns: `Trajectories` of `ColumnSpec` of this run.
+    table_config: the trajectory table of this run.
+    watchdog: names the waits.
+    stop: ends them early.
+    timeout_s: seconds to wait for each server.
+
+  Raises:
+    errors.SpecMismatchError: a server's table differs; everything is listed.
+    errors.ReplayUnavailableError: a server did not answer in time.
+  """
+  for address in addresses:
+    with watchdog.waiting(f'this role waits for replay server {address}'):
+      if not wait_for_server(address, timeout_s, stop):
+        return
+      check_signature(address, columns, table_config, timeout_s)
 
 
 def wait_for_server(

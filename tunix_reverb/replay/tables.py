@@ -149,6 +149,9 @@ class LimiterState:
     samples_completed: samples handed out, likewise.
     can_insert: whether the limiter would let another insert through now.
     can_sample: whether it would let another sample through now.
+    inserts_blocked_s: seconds that nothing could go on because inserts waited
+      for samples, since the server started.
+    samples_blocked_s: seconds that samples waited for inserts, likewise.
   """
 
   current_size: int
@@ -157,6 +160,8 @@ class LimiterState:
   samples_completed: int
   can_insert: bool
   can_sample: bool
+  inserts_blocked_s: float
+  samples_blocked_s: float
 
 
 def describe(

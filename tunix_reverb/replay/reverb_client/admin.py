@@ -146,6 +146,8 @@ def _limiter_state(info: schema_pb2.TableInfo) -> tables.LimiterState:
       info.current_size >= min_size
       and inserts * ratio - samples - 1 >= limiter.min_diff
     ),
+    inserts_blocked_s=info.table_worker_time.waiting_for_sampling_ms / 1000,
+    samples_blocked_s=info.table_worker_time.waiting_for_inserts_ms / 1000,
   )
 
 

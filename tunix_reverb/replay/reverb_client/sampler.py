@@ -37,6 +37,15 @@ class OfficialItemSampler(core.ItemSampler):
   A server that does not answer is logged and reconnected to; the others go on.
   Items that do not fit `columns`, or contradict themselves, are counted in
   `poison_items` and skipped. `NaN`s are data, not poison.
+
+  Args:
+    addresses: 'host:port' of each server.
+    columns: `Trajectories` of `ColumnSpec`, the table's signature.
+    table: the table's name.
+    max_in_flight: items requested from a server ahead of need.
+    queue_size: items per server received and not yet returned.
+    unavailable_timeout_s: seconds without an answer from any server after
+      which the sampler has failed for good.
   """
 
   def __init__(
@@ -49,17 +58,7 @@ class OfficialItemSampler(core.ItemSampler):
     queue_size: int = 2,
     unavailable_timeout_s: float = 120.0,
   ):
-    """Starts reading; returns at once, whether the servers are up or not.
-
-    Args:
-      addresses: 'host:port' of each server.
-      columns: `Trajectories` of `ColumnSpec`, the table's signature.
-      table: the table's name.
-      max_in_flight: items requested from a server ahead of need.
-      queue_size: items per server received and not yet returned.
-      unavailable_timeout_s: seconds without an answer from any server after
-        which the sampler has failed for good.
-    """
+    """Starts reading; returns at once, whether the servers are up or not."""
     for name, value in (
       ('len(addresses)', len(addresses)),
       ('max_in_flight', max_in_flight),

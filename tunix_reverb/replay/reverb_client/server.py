@@ -35,7 +35,26 @@ _FIX_MISMATCH = (
 class ReplayServer:
   """Serves the trajectory and the variable table of one shard.
 
+  Args:
+    config: the trajectory table.
+    columns: `Trajectories` of `ColumnSpec`, the table's signature.
+    port: to serve on, on every interface; 0 picks a free one.
+    checkpoint_dir: of this server alone; None keeps no checkpoints.
+    checkpoints_to_keep: newest checkpoints retained.
+    restore: load the newest usable checkpoint if there is one; False puts
+      those there are aside.
+    start_timeout_s: seconds that loading and the first answer may take.
+
+  Raises:
+    errors.UserError: the port is taken.
+    errors.SpecMismatchError: the checkpoint was written by a run whose table
+      differs; every difference is listed.
+    errors.CheckpointError: checkpoints are there and none can be loaded, or
+      the directory cannot be used.
+    errors.DeadlineExceededError: not serving within `start_timeout_s`.
+
   Attributes:
+    port: it serves on.
     address: 'localhost:port', for clients on this machine.
     restored_from: the retained checkpoint that was loaded, or None.
   """
@@ -51,43 +70,22 @@ class ReplayServer:
     restore: bool = True,
     start_timeout_s: float = 600.0,
   ):
-    """Starts serving; when this returns, the server has answered.
-
-    Args:
-      config: the trajectory table.
-      columns: `Trajectories` of `ColumnSpec`, the table's signature.
-      port: to serve on, on every interface.
-      checkpoint_dir: of this server alone; None keeps no checkpoints.
-      checkpoints_to_keep: newest checkpoints retained.
-      restore: load the newest usable checkpoint if there is one; False puts
-        those there are aside.
-      start_timeout_s: seconds that loading and the first answer may take.
-
-    Raises:
-      errors.UserError: the port is taken.
-      errors.SpecMismatchError: the checkpoint was written by a run whose table
-        differs; every difference is listed.
-      errors.CheckpointError: checkpoints are there and none can be loaded, or
-        the directory cannot be used.
-      errors.DeadlineExceededError: not serving within `start_timeout_s`.
-    """
-    self.address = f'localhost:{port}'
+    """Starts serving; when this returns, the server has answered."""
     self.restored_from: pathlib.Path | None = None
-    self._port = port
     self._start_timeout_s = start_timeout_s
     self._description = tables.describe(config, columns)
-    _check_columns(self._description.signature)
     self._checkpointing = threading.Lock()
-    self._claim = _claim_port(port)
-    self._scratch = tempfile.TemporaryDirectory(prefix='replay_server_')
     self._store: checkpoints.CheckpointStore | None = None
+    _check_columns(self._description.signature)
+    self.port, self._claim = _claim_port(port)
+    self.address = f'localhost:{self.port}'
+    self._scratch: tempfile.TemporaryDirectory | None = None
     try:
       if checkpoint_dir is not None:
         self._store = checkpoints.CheckpointStore(
           checkpoint_dir, keep=checkpoints_to_keep
         )
       self._server = self._start(restore)
-      self._check_serving()
     except BaseException:
       self._release()
       raise
@@ -118,6 +116,23 @@ class ReplayServer:
       f'replay checkpoint into {store.directory}',
     )
 
+  def limiter_metrics(self, timeout_s: float) -> dict[str, float]:
+    """The trajectory table's state, by the names of the metrics.
+
+    Raises:
+      errors.ReplayUnavailableError: no answer within `timeout_s`.
+    """
+    state = admin.limiter_state(self.address, timeout_s)[tables.TRAJECTORIES]
+    return {
+      'table_items': state.current_size,
+      'inserts_total': state.inserts_completed,
+      'samples_total': state.samples_completed,
+      'inserts_blocked': int(not state.can_insert),
+      'samples_blocked': int(not state.can_sample),
+      'inserts_blocked_s_total': state.inserts_blocked_s,
+      'samples_blocked_s_total': state.samples_blocked_s,
+    }
+
   def stop(self, timeout_s: float) -> None:
     """Ends serving; writes no checkpoint. Idempotent.
 
@@ -132,9 +147,20 @@ class ReplayServer:
       self._release()
 
   def _start(self, restore: bool) -> reverb.Server:
+    server = self._load_or_create(restore)
+    try:
+      self._check_serving()
+    except BaseException:
+      # Waiting for it could take long; the caller's error is what matters.
+      threading.Thread(target=server.stop, daemon=True).start()
+      raise
+    return server
+
+  def _load_or_create(self, restore: bool) -> reverb.Server:
     """Loads the newest usable checkpoint, or starts empty."""
     store = self._store
     if store is None:
+      self._scratch = tempfile.TemporaryDirectory(prefix='replay_server_')
       return self._serve(pathlib.Path(self._scratch.name))
     if not restore:
       discarded = store.discard_all()
@@ -184,7 +210,7 @@ class ReplayServer:
     return connection.run_with_deadline(
       lambda: reverb.Server(
         tables=[_trajectory_table(self._description), variables.make_table()],
-        port=self._port,
+        port=self.port,
         checkpointer=checkpointers.DefaultCheckpointer(str(checkpoint_root)),
       ),
       self._start_timeout_s,
@@ -222,7 +248,8 @@ class ReplayServer:
 
   def _release(self) -> None:
     self._claim.close()
-    self._scratch.cleanup()
+    if self._scratch is not None:
+      self._scratch.cleanup()
 
 
 def _trajectory_table(description: tables.TableDescription) -> reverb.Table:
@@ -270,26 +297,29 @@ def _check_columns(signature: dict[str, specs.ColumnSpec]) -> None:
       )
 
 
-def _claim_port(port: int) -> socket.socket:
+def _claim_port(port: int) -> tuple[int, socket.socket]:
   """Makes sure that nobody serves `port`; Reverb itself would share it.
 
   gRPC binds with SO_REUSEPORT: a second server would start on the same port
   and get every other client. A plain listener cannot be bound beside either.
 
+  Args:
+    port: 0 picks a free one.
+
   Returns:
-    A socket to keep open while serving. It holds an abstract Unix name, which
-    settles the race of two servers that start at the same moment.
+    The port, and a socket to keep open while serving. It holds an abstract
+    Unix name, which settles the race of two servers that start at the same
+    moment.
 
   Raises:
     errors.UserError: the port is taken.
   """
   claim = socket.socket(socket.AF_UNIX)
   try:
-    claim.bind(f'\0tunix_reverb replay server port {port}')
     for family, host in (
       (socket.AF_INET6, '::'),
       (socket.AF_INET, '127.0.0.1'),
-    ):  # pyformat: skip
+    ):
       try:
         probe = socket.socket(family)
       except OSError:
@@ -299,10 +329,12 @@ def _claim_port(port: int) -> socket.socket:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))
         probe.listen()
+        port = probe.getsockname()[1]
+    claim.bind(f'\0tunix_reverb replay server port {port}')
   except OSError as e:
     claim.close()
     raise errors.UserError(
       f'port ({port}) must be free: {e.strerror}. Choose another one, or end '
       'what serves it (a replay server of an earlier run?)'
     ) from e
-  return claim
+  return port, claim

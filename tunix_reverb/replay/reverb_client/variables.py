@@ -210,7 +210,7 @@ class ReverbVariableSink(core.VariableSink):
 class ReverbVariableSource(core.VariableSource):
   """Holds the newest variables that the learner published.
 
-  A daemon thread asks the server every `poll_period_s` whether there are newer
+  A daemon thread asks the server every `period_s` whether there are newer
   ones (about 0.25 ms of CPU) and fetches them if so; `get_variables` only
   looks at what the thread has.
   """
@@ -219,19 +219,19 @@ class ReverbVariableSource(core.VariableSource):
     self,
     address: str,
     *,
-    poll_period_s: float = 0.05,
+    period_s: float = 0.05,
     unavailable_timeout_s: float = 120.0,
   ):
     """Starts the source; returns at once, whether the server is up or not.
 
     Args:
       address: 'host:port' of the server that the learner publishes to.
-      poll_period_s: seconds between questions to it.
+      period_s: seconds between questions to it.
       unavailable_timeout_s: seconds without an answer from the server after
         which the source has failed for good.
     """
     self._address = address
-    self._poll_period_s = poll_period_s
+    self._period_s = period_s
     self._unavailable_timeout_s = unavailable_timeout_s
     self._changed = threading.Condition()
     self._newest: types.Variables | None = None
@@ -300,7 +300,7 @@ class ReverbVariableSource(core.VariableSource):
         client = connection.connect(self._address)
         num_inserts = -1
         self._stop.wait(_RETRY_S)
-      self._stop.wait(self._poll_period_s)
+      self._stop.wait(self._period_s)
 
   def _fetch(self, client: pybind.Client) -> None:
     sampler = client.NewSampler(tables.VARIABLES, 1, 1)

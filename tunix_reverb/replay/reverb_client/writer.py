@@ -39,6 +39,15 @@ class OfficialItemWriter(core.ItemWriter):
   one. Those of them that had arrived are then in the table twice, which
   `resent_items` bounds from above; a killed server has lost what it did not
   checkpoint, confirmed or not.
+
+  Args:
+    address: 'host:port' of the server.
+    columns: `Trajectories` of `ColumnSpec`, the table's signature.
+    table: the table's name.
+    max_pending_items: most items handed over and not yet confirmed.
+    default_timeout_s: for `write` calls that name none.
+    unavailable_timeout_s: seconds without an answer from the server after
+      which the writer has failed for good.
   """
 
   def __init__(
@@ -51,17 +60,7 @@ class OfficialItemWriter(core.ItemWriter):
     default_timeout_s: float = 1.0,
     unavailable_timeout_s: float = 120.0,
   ):
-    """Starts the writer; returns at once, whether the server is up or not.
-
-    Args:
-      address: 'host:port' of the server.
-      columns: `Trajectories` of `ColumnSpec`, the table's signature.
-      table: the table's name.
-      max_pending_items: most items handed over and not yet confirmed.
-      default_timeout_s: for `write` calls that name none.
-      unavailable_timeout_s: seconds without an answer from the server after
-        which the writer has failed for good.
-    """
+    """Starts the writer; returns at once, whether the server is up or not."""
     if max_pending_items < 1:
       raise ValueError(f'max_pending_items ({max_pending_items}) must be >= 1')
     self._address = address

@@ -1,0 +1,72 @@
+"""The official clients keep the contracts of the replay interfaces."""
+
+import pytest
+
+from tunix_reverb.replay import clients
+from tunix_reverb.replay import tables
+from tunix_reverb.replay import test_utils
+
+pytestmark = [pytest.mark.replay, pytest.mark.timeout(60)]
+
+_COLUMNS = test_utils.columns()
+
+
+class TestOfficialItemWriter(test_utils.ItemWriterContract):
+  @pytest.fixture(autouse=True)
+  def _serve(self, start_server, closing):
+    self._closing = closing
+    self._server = start_server(tables.TableConfig(max_items=4))
+    self._sampler = None
+
+  def make_writer(self):
+    return self._closing(
+      clients.make_writer(self._server.address, columns=_COLUMNS), 0.0
+    )
+
+  def drain(self, num_items):
+    if self._sampler is None:
+      self._sampler = self._closing(
+        clients.make_sampler(
+          [self._server.address],
+          columns=_COLUMNS,
+          max_in_flight=1,
+          queue_size=1,
+        )
+      )
+    return [
+      int(self._sampler.sample(20.0).trajectories.episode_id[0])
+      for _ in range(num_items)
+    ]
+
+
+class TestOfficialItemSampler(test_utils.ItemSamplerContract):
+  @pytest.fixture(autouse=True)
+  def _serve(self, start_server, closing):
+    self._closing = closing
+    self._server = start_server(tables.TableConfig(max_items=4))
+
+  def make_sampler(self):
+    return self._closing(
+      clients.make_sampler([self._server.address], columns=_COLUMNS)
+    )
+
+  def fill(self, items):
+    writer = clients.make_writer(self._server.address, columns=_COLUMNS)
+    for item in items:
+      assert writer.write(item, 10.0)
+    assert writer.close(10.0)
+
+
+class TestReverbVariables(test_utils.VariablesContract):
+  @pytest.fixture(autouse=True)
+  def _serve(self, start_server, closing):
+    self._closing = closing
+    self._server = start_server()
+
+  def make_sink(self):
+    return self._closing(clients.make_variable_sink(self._server.address))
+
+  def make_source(self):
+    return self._closing(
+      clients.make_variable_source(self._server.address, period_s=0.01)
+    )
