@@ -18,6 +18,7 @@ _REPORT_PERIOD_S = 1.0
 
 def run_actor(context: app.RoleContext) -> int:
   """Runs the actor until it is told to stop."""
+  from tunix_reverb.actor import report as report_lib
   from tunix_reverb.agents.vtrace import builder
   from tunix_reverb.replay import clients
   from tunix_reverb.telemetry import milestones as milestones_lib
@@ -59,12 +60,17 @@ def run_actor(context: app.RoleContext) -> int:
       while not stop.is_set() and not loop.wait_for_variables(0.2):
         pass
     milestones.mark('acts')
-    report = _Report(context, loop, adder, writer, environment)
+    report = report_lib.ActorReport(
+      loop,
+      items_total=lambda: adder.items_total,
+      blocked_s=writer.blocked_s,
+      failures_total=lambda: sum(environment.failures.values()),
+    )
     with watchdog.waiting(
         f'{context.role} waits for its environments, or for room in table '
         f'trajectories of {address}'
     ):
-      loop.run(report.keep_going)
+      loop.run(_make_keep_going(context, loop, report))
   finally:
     environment.close()
     writer.close(timeout_s=2.0)
@@ -72,54 +78,22 @@ def run_actor(context: app.RoleContext) -> int:
   return 0
 
 
-class _Report:
-  """Writes the actor's metrics once a second, and sees whether to go on."""
+def _make_keep_going(context, loop, report):
+  """Called once per policy call: writes metrics, and sees whether to go on."""
+  seen_steps = 0
+  next_report_s = time.monotonic() + _REPORT_PERIOD_S
 
-  def __init__(self, context, loop, adder, writer, environment):
-    self._context = context
-    self._loop = loop
-    self._adder = adder
-    self._writer = writer
-    self._environment = environment
-    self._episodes = 0
-    self._steps = 0
-    self._since_s = time.monotonic()
+  def keep_going() -> bool:
+    nonlocal seen_steps, next_report_s
+    if loop.actor_steps > seen_steps:
+      seen_steps = loop.actor_steps
+      context.watchdog.progress()
+    if time.monotonic() >= next_report_s:
+      next_report_s = time.monotonic() + _REPORT_PERIOD_S
+      context.logger.write(report.take(), loop.actor_steps)
+    return not context.stop.is_set()
 
-  def keep_going(self) -> bool:
-    """Called once per policy call."""
-    if self._loop.actor_steps > self._steps:
-      self._context.watchdog.progress()
-    now_s = time.monotonic()
-    if now_s - self._since_s >= _REPORT_PERIOD_S:
-      self._write(now_s)
-    return not self._context.stop.is_set()
-
-  def _write(self, now_s: float) -> None:
-    loop = self._loop
-    episodes = loop.statistics.take()
-    self._episodes += len(episodes)
-    steps = loop.actor_steps - self._steps
-    metrics = {
-        'actor_steps_per_s': steps / (now_s - self._since_s),
-        'actor_steps_total': loop.actor_steps,
-        'episodes_total': self._episodes,
-        'policy_version': loop.policy_version,
-        'blocked_s_total': self._writer.blocked_s(),
-        'items_total': self._adder.items_total,
-        'environment_failures_total': sum(self._environment.failures.values()),
-    }
-    for name, fraction in loop.account.take().items():
-      if name != 'other':
-        metrics[f'utilisation_{name}'] = fraction
-    if episodes:
-      metrics['episode_return_mean'] = sum(e[1] for e in episodes) / len(
-          episodes
-      )
-      metrics['episode_length_mean'] = sum(e[2] for e in episodes) / len(
-          episodes
-      )
-    self._context.logger.write(metrics, loop.actor_steps)
-    self._steps, self._since_s = loop.actor_steps, now_s
+  return keep_going
 
 
 def main() -> None:

@@ -1,0 +1,1 @@
+"""Measurements of speed, each against a baseline of the same run."""
