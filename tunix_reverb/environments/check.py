@@ -228,10 +228,11 @@ def describe(report: Report) -> list[str]:
   """Lines about the episodes and the speed."""
   lines = [f'{report.num_steps} steps, {report.steps_per_s:,.0f} steps/s']
   if not report.returns:
-    return lines + ['no episode finished: num_steps is too small to see one']
+    return [*lines, 'no episode finished: num_steps is too small to see one']
   returns, lengths = np.asarray(report.returns), np.asarray(report.lengths)
   num = len(returns)
-  return lines + [
+  return [
+    *lines,
     f'{num} episodes: {num - report.num_truncations} terminated, '
     f'{report.num_truncations} truncated',
     f'return of the random policy: mean {returns.mean():.3f}, min '

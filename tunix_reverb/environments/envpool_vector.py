@@ -4,13 +4,14 @@ What envpool 1.2.5 does otherwise than dm_env, and is put right here:
   * It reports discount 0 when an episode reaches `max_episode_steps`. That is
     a truncation: discount 1. An episode that also terminates in that very step
     cannot be told apart and counts as truncated.
+  * The reward of FIRST is uninitialised memory in some environments.
   * Its observation is a record that also holds ids and infos; only what the
     game observes is kept.
   * Images are [C, H, W]; they are turned to [H, W, C], which costs nothing.
   * Its `observation_spec()` fails where an info has no bounds, and writes
     "unbounded" as the smallest and largest positive float64.
 Its automatic reset already is the contract's: after LAST the next action is
-ignored and FIRST comes back, with reward 0 and discount 1.
+ignored and FIRST comes back.
 
 Only `recv` goes below envpool's public API: the public one drops the
 truncation flag.
@@ -33,6 +34,7 @@ from tunix_reverb import types
 from tunix_reverb.environments import canonical
 
 _MAX_SEED = 2**31 - 1
+_FIRST = int(dm_env.StepType.FIRST)
 
 
 def _make_pool(
@@ -124,13 +126,17 @@ class _State:
     truncated = state[at['trunc']]
     if truncated.any():
       discount = np.where(truncated, np.float32(1.0), discount)
+    reward = state[at['reward']]
+    first = state[at['step_type']] == _FIRST
+    if first.any():
+      reward = np.where(first, np.float32(0.0), reward)
     leaves = self._leaves
     if isinstance(leaves, dict):
       observation = {k: _read_leaf(state, leaf) for k, leaf in leaves.items()}
     else:
       observation = _read_leaf(state, leaves)
     return state[at['info:env_id']], dm_env.TimeStep(
-      state[at['step_type']], state[at['reward']], discount, observation
+      state[at['step_type']], reward, discount, observation
     )
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable
 import copy
 import difflib
 import importlib
+import inspect
 import itertools
 import re
 import threading
@@ -160,10 +161,15 @@ def _load_bsuite(name: str, seed: int) -> dm_env.Environment:
 
   if name not in sweep.SETTINGS:
     raise _unknown_id('bsuite id', name, sweep.SETTINGS)
-  settings = {**sweep.SETTINGS[name], 'seed': seed}
+  experiment = name.partition('/')[0]
+  settings = dict(sweep.SETTINGS[name])
+  make_experiment = bsuite.bsuite.EXPERIMENT_NAME_TO_ENVIRONMENT[experiment]
+  # Some are not random; what defines the task has seeds of other names.
+  if 'seed' in inspect.signature(make_experiment).parameters:
+    settings['seed'] = seed
   # Not `load_from_id`, which prints a line each time and fixes the seed.
   try:
-    environment = bsuite.load(name.partition('/')[0], settings)
+    environment = bsuite.load(experiment, settings)
   except OSError as e:
     raise errors.UserError(
       f'bsuite id ({name!r}) must find its data; bsuite could not download '

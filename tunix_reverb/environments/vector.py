@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Any
 
 import dm_env
 import numpy as np
@@ -56,11 +57,9 @@ class SynchronousVectorEnvironment(core.VectorEnvironment):
     num = len(factories)
     self._factories = list(factories)
     self._failures = failures_lib.FailureLog(max_consecutive_failures)
-    self._environments: list[dm_env.Environment] = [
-      None
-    ] * num  # pytype: disable=annotation-type-mismatch
-    self._steps = [None] * num
-    self._resets = [None] * num
+    self._environments: list[Any] = [None] * num
+    self._steps: list[Any] = [None] * num
+    self._resets: list[Any] = [None] * num
     for index in range(num):
       self._install(index)
     # What the next `send` calls for each environment.
