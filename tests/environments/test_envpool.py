@@ -47,7 +47,7 @@ def test_images_are_turned_to_channels_last():
   environment = factory.make_vector(name, num_environments=2, seed=0)
   _, timestep = environment.recv(1.0)
   assert timestep.observation.shape == (2, 84, 84, 4)
-  # The score line is at the top: rows differ more than stacked frames.
+  # At FIRST the stack holds one frame twice at least: channels are stacked.
   image = timestep.observation[0]
   np.testing.assert_array_equal(image[..., 2], image[..., 3])
   environment.close()
