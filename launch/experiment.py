@@ -23,6 +23,7 @@ from tunix_reverb import errors
 from tunix_reverb.agents.vtrace import config as config_lib
 from tunix_reverb.telemetry import console as console_lib
 from tunix_reverb.telemetry import metrics
+from tunix_reverb.telemetry import milestones
 from tunix_reverb.telemetry import reader as reader_lib
 from tunix_reverb.telemetry import run_state
 from tunix_reverb.telemetry import summary as summary_lib
@@ -242,6 +243,7 @@ class Experiment:
     """Supervises until there is an outcome."""
     evaluation = self.config.evaluation
     solved = SolvedCheck(evaluation.solved_return, evaluation.hold_s)
+    began_s = time.time()
     end_s = time.monotonic() + (evaluation.max_run_s or math.inf)
     while True:
       self.progress()
@@ -250,6 +252,8 @@ class Experiment:
       for role in {row.role for row in rows}:
         supervisor.note_progress(role)
       state.update(rows)
+      if not state.has_learnt:
+        state.milestones = _milestones(self.run_dir, began_s)
       if outcome is not None:
         return outcome
       if solved.update(state.evaluations):
@@ -268,13 +272,25 @@ class Experiment:
       path.write_text(json.dumps(summary, indent=2, allow_nan=False) + '\n')
     except OSError as e:
       print(f'warning: {path} cannot be written: {e}', file=sys.stderr)
+    print(f'\nSummary of {self.run_dir}\n{summary_lib.as_text(summary)}\n')
+    if not has_checkpoint(self.run_dir):
+      print('No checkpoint was written: there is nothing to resume from.')
+      return
     python, run_dir = _python(), shlex.quote(str(self.run_dir))
     print(
-      f'\nSummary of {self.run_dir}\n{summary_lib.as_text(summary)}\n\n'
       f'Resume:   {python} -m launch.local --run_dir={run_dir} --resume\n'
       f'Evaluate: {python} -m launch.evaluator --checkpoint={run_dir}',
       flush=True,
     )
+
+
+def _milestones(run_dir: pathlib.Path, since_s: float) -> dict[str, str]:
+  """How far each role has got in starting, in the order they got there."""
+  try:
+    marks = milestones.read(run_dir)
+  except (OSError, ValueError):
+    return {}  # Cut off by a full disk: the view does without.
+  return {m['role']: m['name'] for m in marks if m['time_s'] >= since_s}
 
 
 def _solved(state: run_state.RunState, solved_return: float) -> bool | None:

@@ -24,6 +24,9 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # A second signal sooner than this is taken for an echo of the first: `timeout`
 # and shells signal a process and then its group.
 _ECHO_S = 1.0
+# A role that is still starting (importing, compiling) cannot look at the stop
+# flag, and has nothing to save: it is given this long.
+_START_GRACE_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -66,13 +69,19 @@ class StopSignals:
 
 
 def enforce_deadline(
-  stop: threading.Event, deadline_s: float, describe: Callable[[], str]
+  stop: threading.Event,
+  deadline_s: float,
+  *,
+  has_begun: Callable[[], bool],
+  describe: Callable[[], str],
 ) -> None:
   """Ends the process `deadline_s` seconds after `stop`, whatever blocks.
 
   Args:
     stop: the stop flag.
     deadline_s: seconds from the flag to the end.
+    has_begun: whether there may be something to save; if not, the process ends
+      sooner, with status 0.
     describe: names what the process is still waiting for, for the one line
       that is printed.
   """
@@ -81,7 +90,11 @@ def enforce_deadline(
     stop.wait()
     # A C thread that needs no GIL, should C++ code hold it.
     faulthandler.dump_traceback_later(deadline_s + 0.3, exit=True)
-    time.sleep(deadline_s)
+    time.sleep(min(_START_GRACE_S, deadline_s))
+    if not has_begun():
+      print('stopped while starting; there was nothing to save')
+      exit_now(0)
+    time.sleep(max(0.0, deadline_s - _START_GRACE_S))
     print(
       f'error: did not end within {deadline_s:g} s of the request to stop; '
       f'still waiting: {describe()}',

@@ -226,7 +226,8 @@ class Supervisor:
     if spec.completes and status == 0:
       self._end(Outcome(False, f'{spec.name} completed'))
     elif not spec.restart or status == _USER_ERROR_STATUS:
-      self._fail(process, f'{spec.name} ended ({describe_status(status)})')
+      reason = f'{spec.name} ended ({describe_status(status)})'
+      self._fail(process, reason + self._user_error(spec.name, status))
     else:
       self._schedule_restart(process, status, now)
 
@@ -257,6 +258,15 @@ class Supervisor:
   def _fail(self, process: _Process, reason: str) -> None:
     path = self._log_dir / f'{process.spec.name}.log'
     self._end(Outcome(True, reason, f'The end of {path}:\n{_tail(path)}'))
+
+  def _user_error(self, name: str, status: int) -> str:
+    """The one line in which a role told its user's mistake, if it did."""
+    lines = [
+      line.strip()
+      for line in _tail(self._log_dir / f'{name}.log').splitlines()
+      if status == _USER_ERROR_STATUS and line.strip().startswith('error: ')
+    ]
+    return ': ' + lines[-1].removeprefix('error: ') if lines else ''
 
   def _end(self, outcome: Outcome) -> None:
     if self.outcome is None:  # The first cause is the one to report.

@@ -98,6 +98,7 @@ def test_a_signal_sets_stop_and_main_ends_in_order(start, signum):
 
 def test_what_ignores_stop_is_ended_at_the_deadline_with_a_line(start):
   process = start(
+    'context.watchdog.progress()\n'
     'with context.watchdog.waiting("learner waits for items"):\n'
     '  time.sleep(60)',
     deadline=0.5,
@@ -109,6 +110,17 @@ def test_what_ignores_stop_is_ended_at_the_deadline_with_a_line(start):
   assert status == 1
   assert time.monotonic() - start_s < 3.0
   assert 'learner waits for items (for' in err and err.count('\n') == 1
+
+
+def test_a_role_that_is_still_starting_ends_sooner(start):
+  process = start('time.sleep(60)')
+  _ready(process)
+  start_s = time.monotonic()
+  process.terminate()
+  status, out, _ = _finish(process)
+  assert status == 0
+  assert time.monotonic() - start_s < 5.0
+  assert 'stopped while starting' in out
 
 
 def test_code_that_holds_the_gil_is_ended_too(start):
@@ -127,7 +139,7 @@ def test_code_that_holds_the_gil_is_ended_too(start):
 
 
 def test_a_second_signal_ends_at_once_but_an_echo_does_not(start):
-  process = start('time.sleep(60)')
+  process = start('context.watchdog.progress()\ntime.sleep(60)')
   _ready(process)
   process.terminate()
   process.terminate()

@@ -84,6 +84,7 @@ def python_path(monkeypatch, subprocess_env):
 
 
 def test_a_solved_run_ends_with_0_and_a_summary(tmp_path, capsys):
+  (tmp_path / 'checkpoints' / 'learner' / '7').mkdir(parents=True)
   status = _run(tmp_path, _specs(tmp_path), solved_return=0.5)
   out = capsys.readouterr().out
   summary = json.loads((tmp_path / 'summary.json').read_text())
@@ -307,6 +308,7 @@ def test_ctrl_c_reports_and_resume_takes_the_saved_config(local, tmp_path):
   assert time.monotonic() - start_s < 10.0
   assert process.returncode == 0, err
   assert 'stopped by a signal' in out
+  assert 'No checkpoint was written' in out
   assert not [pid for pid in children if _alive(pid)]
 
   again = local('--run_dir=run')

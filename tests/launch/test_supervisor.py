@@ -136,7 +136,7 @@ def test_a_users_mistake_is_not_retried(supervise):
   supervisor, said = supervise(_spec('actor_0', code, restart=True))
   _poll_until(supervisor, lambda: supervisor.outcome is not None)
   assert not said
-  assert supervisor.outcome.reason == 'actor_0 ended (status 2)'
+  assert supervisor.outcome.reason == 'actor_0 ended (status 2): bad flag'
   assert 'error: bad flag' in supervisor.outcome.detail
 
 

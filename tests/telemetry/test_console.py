@@ -119,8 +119,12 @@ def test_the_panel_shows_everything_a_user_watches():
 def test_a_run_that_has_only_started_can_be_drawn():
   state = run_state.RunState()
   assert 'learner' in _draw(console.panel(state, _STATUSES, _GOAL, 0.1))
+  state.milestones = {'learner': 'compiled 1 buckets'}
   line = console.line(state, _STATUSES, 0.1)
   assert 'starting (1 of 2 processes run)' in line
+  assert 'learner: compiled 1 buckets' in line
+  panel = _draw(console.panel(state, _STATUSES, _GOAL, 0.1))
+  assert 'compiled 1 buckets' in panel
 
 
 def test_the_plain_line_is_one_line_with_the_same_facts():
@@ -217,4 +221,5 @@ def test_the_summary_of_a_run_that_never_learnt():
     restarts={},
   )
   json.dumps(data, allow_nan=False)
-  assert 'no threshold set' in summary.as_text(data)
+  assert 'nothing yet' in summary.as_text(data)
+  assert 'learner ended (status 1)' in summary.as_text(data)

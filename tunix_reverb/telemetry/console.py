@@ -114,6 +114,7 @@ def line(
   if math.isnan(step):
     running = sum(s.state == 'running' for s in statuses)
     parts.append(f'starting ({running} of {len(statuses)} processes run)')
+    parts += [f'{role}: {name}' for role, name in state.milestones.items()]
   else:
     parts += [
       f'step {step:.0f}',
@@ -151,7 +152,7 @@ def panel(
   grid.add_column()
   for name, value in rows(state, goal):
     grid.add_row(name, text.Text(value))
-  grid.add_row('processes', text.Text(_processes(statuses)))
+  grid.add_row('processes', text.Text(_processes(state, statuses)))
   return rich_panel.Panel(
     grid,
     title=f'{goal.environment}   {elapsed_s:.0f} s   {goal.run_dir}',
@@ -252,10 +253,13 @@ def _drops(state: run_state.RunState) -> str:
   return ' '.join(f'{cause} {n:,}' for cause, n in state.drops().items())
 
 
-def _processes(statuses: Sequence[run_state.ProcessStatus]) -> str:
+def _processes(
+  state: run_state.RunState, statuses: Sequence[run_state.ProcessStatus]
+) -> str:
   lines = []
   for s in statuses:
     what = f'pid {s.pid}   {s.age_s:.0f} s' if s.pid else s.state
     restarts = f'   restarts {s.restarts}' if s.restarts > 0 else ''
-    lines.append(f'{s.name:<16} {what}{restarts}')
+    milestone = state.milestones.get(s.name, '') if s.pid else ''
+    lines.append(f'{s.name:<16} {what}{restarts}   {milestone}'.rstrip())
   return '\n'.join(lines)

@@ -73,6 +73,8 @@ class RunState:
   def __init__(self) -> None:
     self._series: dict[tuple[str, str], _Series] = {}
     self._times: dict[str, tuple[float, float]] = {}
+    # The last milestone of each role's start, by role.
+    self.milestones: dict[str, str] = {}
     self.training_returns: collections.deque[float] = collections.deque(
       maxlen=_RETURNS_KEPT
     )
@@ -92,6 +94,11 @@ class RunState:
         self.training_returns.append(row.values['episode_return_mean'])
       if 'evaluation_return_mean' in row.values:
         self.evaluations.append(_evaluation(row))
+
+  @property
+  def has_learnt(self) -> bool:
+    """Whether the learner has reported an update."""
+    return (metrics.LEARNER, 'learner_step') in self._series
 
   def latest(self, kind: str, name: str) -> float:
     """Mean over the processes of a kind of their latest value, or NaN."""

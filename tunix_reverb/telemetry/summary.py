@@ -71,12 +71,25 @@ def make(
 
 
 def as_text(summary: Mapping[str, Any]) -> str:
-  """The summary for people, about ten lines."""
+  """The summary for people: a dozen lines, fewer if nothing was learnt."""
+  lines = [('ended', summary['reason'])]
+  if summary['learner_step'] is None:
+    lines.append(('learnt', 'nothing yet'))
+  else:
+    lines += _learnt(summary)
+  lines += [
+    ('restarts', _counts(summary['restarts'])),
+    ('wall time', f'{summary["wall_s"]:.1f} s'),
+  ]
+  return '\n'.join(f'  {name:<19}{text}' for name, text in lines)
+
+
+def _learnt(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+  """Name and text of the lines about what was learnt, and how fast."""
   show = lambda name: _show(summary[name])
   share = lambda name: _share(summary[f'utilisation_{name}'])
   solved = {None: 'no threshold set', True: 'yes', False: 'no'}
-  lines = [
-    ('ended', summary['reason']),
+  return [
     ('solved', solved[summary['solved']]),
     (
       'evaluation return',
@@ -104,10 +117,7 @@ def as_text(summary: Mapping[str, Any]) -> str:
     ),
     ('dropped', _counts(summary['dropped'])),
     ('recompiles', show('recompiles_total')),
-    ('restarts', _counts(summary['restarts'])),
-    ('wall time', f'{summary["wall_s"]:.1f} s'),
   ]
-  return '\n'.join(f'  {name:<19}{text}' for name, text in lines)
 
 
 def _json(value: float) -> float | str | None:

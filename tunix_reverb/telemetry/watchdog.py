@@ -23,6 +23,10 @@ def _exit(line: str) -> None:
 class Watchdog:
   """Calls `on_expire` after `timeout_s` seconds without `progress`.
 
+  Attributes:
+    has_begun: whether `progress` was ever called: before, a role is starting
+      and has nothing to save.
+
   Name what you wait for, and the line says who waits on whom for how long:
 
     with watchdog.waiting('learner waits for items of table trajectories'):
@@ -47,6 +51,7 @@ class Watchdog:
     self._role = role
     self._on_expire = on_expire
     self._progress_s = time.monotonic()
+    self.has_begun = False
     self._waits: dict[int, tuple[str, float]] = {}
     self._ids = itertools.count()
     self._closed = threading.Event()
@@ -59,6 +64,7 @@ class Watchdog:
   def progress(self) -> None:
     """Says that the role is getting on; call it once per unit of work."""
     self._progress_s = time.monotonic()
+    self.has_begun = True
 
   @contextlib.contextmanager
   def waiting(self, what: str) -> Iterator[None]:
