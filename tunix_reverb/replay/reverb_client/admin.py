@@ -40,7 +40,7 @@ def wait_for_server(
         connection.table_infos(client, 1.0)
         answered.set()
         return
-      except RuntimeError:
+      except connection.STATUS_ERRORS:
         time.sleep(_POLL_S)
 
   deadline_s = time.monotonic() + timeout_s
@@ -114,7 +114,7 @@ def _ask(address: str, timeout_s: float) -> dict[str, schema_pb2.TableInfo]:
       timeout_s,
       f'the question to replay server {address}',
     )
-  except (RuntimeError, errors.DeadlineExceededError) as e:
+  except (*connection.STATUS_ERRORS, errors.DeadlineExceededError) as e:
     raise _unavailable(address, timeout_s) from e
 
 

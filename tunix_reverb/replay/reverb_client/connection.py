@@ -7,6 +7,7 @@ behind is kept from ever being destroyed where its destructor would abort.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable
 import ctypes
 import logging
@@ -25,8 +26,13 @@ from tunix_reverb import specs
 
 T = TypeVar('T')
 
+# What Reverb's C++ raises for a status that is not OK: ValueError for invalid
+# arguments, IndexError for exhausted resources such as a full disk, or else
+# RuntimeError.
+STATUS_ERRORS = (RuntimeError, ValueError, IndexError)
+
 # gRPC takes whole seconds; one call of the health check lasts at most this.
-_PROBE_TIMEOUT_S = 2
+_PROBE_TIMEOUT_S = 1
 
 
 def run_with_deadline(
@@ -66,6 +72,40 @@ def run_with_deadline(
   return outcome['result']
 
 
+class _BoundedCalls:
+  """Lets the calls under way return before the interpreter ends.
+
+  A daemon thread that comes back from C++ while Python finalises is unwound
+  through frames that may not throw: the process would abort with status -6
+  instead of its own. Calls without an end (a blocked flush) stay inside.
+  """
+
+  def __init__(self) -> None:
+    self._changed = threading.Condition()
+    self._under_way = 0
+    self._ending = False
+    atexit.register(self._end)
+
+  def __enter__(self) -> None:
+    with self._changed:
+      if self._ending:
+        raise RuntimeError('the process is ending')
+      self._under_way += 1
+
+  def __exit__(self, *exc_info: object) -> None:
+    with self._changed:
+      self._under_way -= 1
+      self._changed.notify_all()
+
+  def _end(self) -> None:
+    with self._changed:
+      self._ending = True
+      self._changed.wait_for(lambda: not self._under_way, 3.0)
+
+
+_BOUNDED_CALLS = _BoundedCalls()
+
+
 def connect(address: str) -> pybind.Client:
   """A client of the server at `address`, 'host:port'; does not block."""
   return pybind.Client(address)
@@ -80,9 +120,10 @@ def table_infos(
   would wait for the server without a deadline.
 
   Raises:
-    RuntimeError: no answer within `timeout_s`, rounded up to whole seconds.
+    STATUS_ERRORS: no answer within `timeout_s`, rounded up to whole seconds.
   """
-  answers = client.ServerInfo(max(1, math.ceil(timeout_s)))
+  with _BOUNDED_CALLS:
+    answers = client.ServerInfo(max(1, math.ceil(timeout_s)))
   infos = (schema_pb2.TableInfo.FromString(answer) for answer in answers)
   return {info.name: info for info in infos}
 
@@ -153,7 +194,7 @@ class HealthCheck:
         continue
       try:
         table_infos(client, _PROBE_TIMEOUT_S)
-      except RuntimeError:
+      except STATUS_ERRORS:
         if not was_silent and self.silent_s() > 3 * self._period_s:
           was_silent = True
           logging.warning(

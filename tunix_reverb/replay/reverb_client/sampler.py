@@ -18,7 +18,7 @@ from tunix_reverb.replay import columns as columns_lib
 from tunix_reverb.replay import tables
 from tunix_reverb.replay.reverb_client import connection
 
-_CONNECT_TIMEOUT_S = 2
+_CONNECT_TIMEOUT_S = 1
 _MIN_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
 
@@ -192,7 +192,7 @@ class _Shard:
     while not self._closed:
       try:
         self._read()
-      except (RuntimeError, ValueError) as e:
+      except connection.STATUS_ERRORS as e:
         if self._closed:
           return
         self.broken_streams += 1

@@ -143,6 +143,10 @@ class ReplayServer:
       connection.run_with_deadline(
         self._server.stop, timeout_s, f'stop of replay server {self.address}'
       )
+    except errors.DeadlineExceededError:
+      # Its destructor would wait for the same, without a deadline.
+      connection.keep_alive_for_ever(self._server)
+      raise
     finally:
       self._release()
 
@@ -203,7 +207,7 @@ class ReplayServer:
     store.stage(checkpoint)
     try:
       return self._serve(store.working)
-    except (RuntimeError, ValueError) as e:
+    except connection.STATUS_ERRORS as e:
       raise checkpoints.DamagedCheckpointError(f'{path}: {e}') from e
 
   def _serve(self, checkpoint_root: pathlib.Path) -> reverb.Server:
@@ -237,7 +241,7 @@ class ReplayServer:
       client = connection.connect(self.address)
       path = pathlib.Path(client.Checkpoint())
       return store.retain(path, self._description)
-    except (RuntimeError, ValueError, OSError) as e:
+    except (*connection.STATUS_ERRORS, OSError) as e:
       store.remove_incomplete()
       raise errors.CheckpointError(
         f'replay checkpoint into {store.directory} could not be written: {e}. '

@@ -25,7 +25,7 @@ from tunix_reverb import variables as variables_lib
 from tunix_reverb.replay import tables
 from tunix_reverb.replay.reverb_client import connection
 
-_CONNECT_TIMEOUT_S = 2
+_CONNECT_TIMEOUT_S = 1
 _CHUNK_BYTES = 16 << 20
 _INLINE_BYTES = 200 << 20
 
@@ -165,7 +165,7 @@ class ReverbVariableSink(core.VariableSink):
         if due or seen < num_inserts:
           self._insert(client, *newest)
           num_inserts = seen + 1
-      except (RuntimeError, ValueError, KeyError) as e:
+      except (*connection.STATUS_ERRORS, KeyError) as e:
         self._error = f'{type(e).__name__}: {e}'
         client = connection.connect(self._address)
         time.sleep(_RETRY_S)
@@ -294,7 +294,7 @@ class ReverbVariableSource(core.VariableSource):
         if seen != num_inserts and info.current_size:
           self._fetch(client)
           num_inserts = seen
-      except (RuntimeError, ValueError, KeyError, OSError) as e:
+      except (*connection.STATUS_ERRORS, KeyError, OSError) as e:
         # A pointer's file may have been replaced since: the next item tells.
         logging.info('variables from %s: %s', self._address, e)
         client = connection.connect(self._address)

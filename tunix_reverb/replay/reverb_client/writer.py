@@ -21,7 +21,7 @@ from tunix_reverb.replay import columns as columns_lib
 from tunix_reverb.replay import tables
 from tunix_reverb.replay.reverb_client import connection
 
-_CONNECT_TIMEOUT_S = 2
+_CONNECT_TIMEOUT_S = 1
 _MIN_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
 
@@ -79,6 +79,7 @@ class OfficialItemWriter(core.ItemWriter):
     self._blocked_s = 0.0
     self._confirmed_items = 0
     self._resent_items = 0
+    self._unsure_items = 0  # Sent over a stream and not confirmed on it.
     self._health = connection.HealthCheck(address)
     self._thread = threading.Thread(
       target=self._run, daemon=True, name=f'writer to {address}'
@@ -179,17 +180,13 @@ class OfficialItemWriter(core.ItemWriter):
   def _run(self) -> None:
     """Sends what is pending; the only user of the C++ writer."""
     writer: pybind.Writer | None = None
-    sent_before = False
     backoff_s = _MIN_BACKOFF_S
     while batch := self._next_batch():
       try:
         if writer is None:
           writer = self._open()
-        if sent_before:
-          self._resent_items += len(batch)
-        sent_before = True
+          self._resent_items += self._unsure_items
         self._send(writer, batch)
-        sent_before = False
         backoff_s = _MIN_BACKOFF_S
       except errors.SpecMismatchError as e:
         self._fail(e)
@@ -197,9 +194,8 @@ class OfficialItemWriter(core.ItemWriter):
       except (TypeError, ValueError) as e:
         self._fail(_refused(self._table, self._address, e))
         return
-      except RuntimeError as e:
+      except (RuntimeError, IndexError) as e:
         # The old writer is unusable, and destroying it would abort.
-        sent_before = writer is not None
         writer = None
         logging.info('writer to %s reconnects: %s', self._address, e)
         with self._changed:
@@ -235,6 +231,7 @@ class OfficialItemWriter(core.ItemWriter):
   def _send(
     self, writer: pybind.Writer, batch: list[tuple[list[Any], float]]
   ) -> None:
+    self._unsure_items = len(batch)
     for arrays, priority in batch:
       writer.Append(arrays)
       writer.CreateItem(self._table, 1, priority)
@@ -244,6 +241,7 @@ class OfficialItemWriter(core.ItemWriter):
       for _ in batch:
         self._pending.popleft()
       self._confirmed_items += len(batch)
+      self._unsure_items = 0
       self._changed.notify_all()
 
   def _fail(self, error: Exception) -> None:
