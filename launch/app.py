@@ -13,6 +13,8 @@ import traceback
 from typing import Any
 from typing import NoReturn
 
+from absl import logging
+
 from launch import flags
 from launch import shutdown
 from tunix_reverb import errors
@@ -93,6 +95,9 @@ def _run(main, role, make_role_name, single_threaded_xla, stop_deadline_s):
     shutdown.die_with_parent(os.getppid())
   config = flags.config_from_flags()
   set_environment(role, single_threaded_xla)
+  logging.set_verbosity(logging.WARNING)
+  # A user's own `module:factory` is looked for where the binary was started.
+  sys.path.append(os.getcwd())
   signals = shutdown.StopSignals()
   signals.install()
   shutdown.exit_on_thread_exception()
@@ -138,6 +143,7 @@ def set_environment(role: str, single_threaded_xla: bool = False) -> None:
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
   os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')
   os.environ.setdefault('GRPC_VERBOSITY', 'ERROR')
+  os.environ.setdefault('MUJOCO_GL', 'disabled')  # dm_control opens a display.
   if single_threaded_xla:
     # A small policy's call takes half the time without the hop to a thread.
     os.environ.setdefault('JAX_CPU_ENABLE_ASYNC_DISPATCH', 'false')

@@ -19,6 +19,7 @@ from typing import Any
 from typing import IO
 
 from launch import supervisor as supervisor_lib
+from launch import topology
 from tunix_reverb import errors
 from tunix_reverb.agents.vtrace import config as config_lib
 from tunix_reverb.telemetry import console as console_lib
@@ -69,7 +70,7 @@ def prepare_run_dir(
     raise _unwritable(run_dir, e) from e
   try:
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    (run_dir / 'config.json').write_text(config_lib.dumps(config))
+    topology.write_atomically(run_dir / 'config.json', config_lib.dumps(config))
   except BlockingIOError as e:
     lock.close()
     raise errors.UserError(

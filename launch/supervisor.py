@@ -11,6 +11,7 @@ import pathlib
 import signal
 import subprocess
 import time
+from typing import IO
 
 from launch import shutdown
 from tunix_reverb.telemetry import run_state
@@ -198,8 +199,7 @@ class Supervisor:
     process.restart_at_s = None
     parent_pid = os.getpid()
     with (self._log_dir / f'{spec.name}.log').open('ab') as log:
-      log.write(_START_LINE + time.strftime('%F %T').encode() + b' ---\n')
-      log.flush()
+      _write_start_line(log)
       process.popen = subprocess.Popen(
         spec.command,
         stdin=subprocess.DEVNULL,
@@ -299,6 +299,15 @@ def describe_status(status: int) -> str:
     return f'killed by {signal.Signals(-status).name}'
   except ValueError:
     return f'killed by signal {-status}'
+
+
+def _write_start_line(log: IO[bytes]) -> None:
+  try:
+    os.write(
+      log.fileno(), _START_LINE + time.strftime('%F %T').encode() + b' ---\n'
+    )
+  except OSError:
+    pass  # A full disk must not keep a dead actor from being restarted.
 
 
 def _state(process: _Process) -> str:

@@ -26,9 +26,32 @@ def pick_free_ports(count: int) -> list[int]:
 
 
 def write(run_dir: pathlib.Path, replay_servers: Sequence[str]) -> None:
-  """Writes `<run_dir>/topology.json`; addresses are host:port."""
+  """Writes `<run_dir>/topology.json`; addresses are host:port.
+
+  Raises:
+    errors.UserError: it cannot be written.
+  """
   text = json.dumps({'replay_servers': list(replay_servers)}, indent=2) + '\n'
-  (run_dir / _FILE).write_text(text)
+  try:
+    write_atomically(run_dir / _FILE, text)
+  except OSError as e:
+    raise errors.UserError(
+      f'{run_dir / _FILE} cannot be written: {e.strerror}'
+    ) from e
+
+
+def write_atomically(path: pathlib.Path, text: str) -> None:
+  """Replaces `path` by `text`; on a full disk the old text stays.
+
+  Raises:
+    OSError: it cannot be written.
+  """
+  new = path.with_name(f'.{path.name}.new')
+  try:
+    new.write_text(text)
+    new.replace(path)
+  finally:
+    new.unlink(missing_ok=True)
 
 
 def replay_servers(

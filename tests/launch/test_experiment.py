@@ -346,3 +346,36 @@ def test_mistakes_are_told_in_one_line(local, args, words):
   _, err = process.communicate(timeout=15)
   assert process.returncode == 2
   assert words in err and err.count('\n') == 1
+
+
+_FULL_DISK = """
+import pathlib, resource, signal, sys
+from launch import experiment
+from tunix_reverb import errors
+from tunix_reverb.agents.vtrace import config as config_lib
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
+try:
+  experiment.prepare_run_dir(
+      pathlib.Path(sys.argv[1]), config_lib.from_flat({'seed': 9}), resume=True)
+except errors.UserError as e:
+  print(e)
+"""
+
+
+def test_a_full_disk_is_told_and_leaves_the_old_config(
+  subprocess_env, tmp_path
+):
+  text = config_lib.dumps(config_lib.ExperimentConfig())
+  (tmp_path / 'config.json').write_text(text)
+  # A limit on the size of files fails writes half way, as a full disk does.
+  result = subprocess.run(
+    [sys.executable, '-c', _FULL_DISK, str(tmp_path)],
+    env=subprocess_env,
+    text=True,
+    capture_output=True,
+    timeout=30,
+  )
+  assert 'must be a writable directory' in result.stdout, result.stderr
+  assert (tmp_path / 'config.json').read_text() == text
+  assert sorted(p.name for p in tmp_path.iterdir()) == ['.lock', 'config.json']
