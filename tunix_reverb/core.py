@@ -117,40 +117,31 @@ class VectorAdder(abc.ABC):
   """Writes the interaction of N environments, K of them at a time."""
 
   @abc.abstractmethod
-  def add_first(
-      self,
-      environment_ids: np.ndarray,
-      observation: types.Nest,
-      core_state: types.Nest = (),
-  ) -> None:
-    """Starts episodes; an unfinished one of the same environment is dropped.
-
-    Args:
-      environment_ids: i32 [K].
-      observation: nest of [K, ...], of the FIRST timesteps.
-      core_state: nest of [K, ...], recurrent state before the first action.
-    """
-
-  @abc.abstractmethod
   def add(
-      self,
-      environment_ids: np.ndarray,
-      *,
-      action: types.Nest,
-      behaviour_log_prob: np.ndarray,
-      policy_version: np.ndarray,
-      next_timestep: dm_env.TimeStep,
-      core_state: types.Nest = (),
+    self,
+    environment_ids: np.ndarray,
+    *,
+    action: types.Nest,
+    behaviour_log_prob: np.ndarray,
+    policy_version: np.ndarray,
+    timestep: dm_env.TimeStep,
+    core_state: types.Nest = (),
   ) -> None:
-    """Adds one transition of each of K environments.
+    """Adds what K environments answered.
+
+    FIRST starts an episode, and drops an unfinished one of that environment;
+    what its action, log-probability and version say is ignored.
 
     Args:
-      environment_ids: i32 [K].
-      action: [K, ...], what led to `next_timestep`.
-      behaviour_log_prob: f32 [K].
+      environment_ids: i32 [K], all different.
+      action: [K, ...], what led to `timestep`.
+      behaviour_log_prob: f32 [K], of `action`.
       policy_version: i32 [K], of the variables that chose `action`.
-      next_timestep: batched; reward, discount and step_type [K].
+      timestep: batched; reward, discount and step_type [K].
       core_state: nest of [K, ...], recurrent state before the next action.
+
+    Raises:
+      ValueError: the first timestep of an environment is not FIRST.
     """
 
   @abc.abstractmethod
@@ -191,6 +182,14 @@ class VectorEnvironment(abc.ABC):
   @abc.abstractmethod
   def num_environments(self) -> int:
     """N."""
+
+  @property
+  @abc.abstractmethod
+  def failures(self) -> Mapping[str, int]:
+    """Environments replaced so far, by cause: 'error' and 'timeout'.
+
+    The episode of a replaced environment is lost; its next timestep is FIRST.
+    """
 
   @abc.abstractmethod
   def recv(

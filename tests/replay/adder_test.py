@@ -66,10 +66,28 @@ def _adder(
   return adder, writer
 
 
+def _first(adder, ids, observation, core_state=()):
+  """Starts episodes of `ids`; action and log-probability are rubbish."""
+  rubbish = np.full(ids.size, 99)
+  adder.add(
+    ids,
+    action=rubbish,
+    behaviour_log_prob=rubbish,
+    policy_version=rubbish,
+    timestep=dm_env.TimeStep(
+      np.zeros(ids.size, np.int32),
+      np.zeros(ids.size, np.float32),
+      np.ones(ids.size, np.float32),
+      observation,
+    ),
+    core_state=core_state,
+  )
+
+
 def _play(adder, steps, *, environment=0, first=0):
   """Plays one episode: `steps` of (reward, discount), the last one is LAST."""
   ids = np.array([environment], np.int32)
-  adder.add_first(ids, np.array([first], np.float32))
+  _first(adder, ids, np.array([first], np.float32))
   for i, (reward, discount) in enumerate(steps):
     last = i == len(steps) - 1
     adder.add(
@@ -77,7 +95,7 @@ def _play(adder, steps, *, environment=0, first=0):
       action=np.array([first + i]),
       behaviour_log_prob=np.array([-0.5 * i], np.float32),
       policy_version=np.array([10 + i], np.int32),
-      next_timestep=dm_env.TimeStep(
+      timestep=dm_env.TimeStep(
         step_type=np.array([2 if last else 1], np.int32),
         reward=np.array([reward], np.float32),
         discount=np.array([discount], np.float32),
@@ -93,13 +111,15 @@ def _timeline(item):
   for n, length in enumerate(item.lengths.tolist()):
     steps = slice(at, at + length)
     timesteps = slice(at + n, at + n + length + 1)
-    result.append((
-      item.observation[timesteps].tolist(),
-      item.action[steps].tolist(),
-      item.reward[steps].tolist(),
-      item.discount[steps].tolist(),
-      bool(item.truncated[n]),
-    ))
+    result.append(
+      (
+        item.observation[timesteps].tolist(),
+        item.action[steps].tolist(),
+        item.reward[steps].tolist(),
+        item.discount[steps].tolist(),
+        bool(item.truncated[n]),
+      )
+    )
     at += length
   return result
 
@@ -171,14 +191,14 @@ def test_environments_that_end_together_share_items_up_to_their_size():
   writer = _ListWriter()
   adder, _ = _adder(num=4, length=8, item_bytes=6 * 22, writer=writer)
   ids = np.arange(4, dtype=np.int32)
-  adder.add_first(ids, np.zeros(4, np.float32))
+  _first(adder, ids, np.zeros(4, np.float32))
   for step in range(2):
     adder.add(
       ids,
       action=np.zeros(4, np.int64),
       behaviour_log_prob=np.zeros(4, np.float32),
       policy_version=np.zeros(4, np.int32),
-      next_timestep=dm_env.TimeStep(
+      timestep=dm_env.TimeStep(
         np.full(4, 1 + step, np.int32),
         np.zeros(4, np.float32),
         np.full(4, 1.0 - step, np.float32),
@@ -197,13 +217,13 @@ def test_a_group_is_sent_at_its_age():
   _play(adder, [(1, 0)])
   assert not writer.items
   clock.now_s += 0.6
-  adder.add_first(np.zeros(1, np.int32), np.zeros(1, np.float32))
+  _first(adder, np.zeros(1, np.int32), np.zeros(1, np.float32))
   adder.add(
     np.zeros(1, np.int32),
     action=np.zeros(1, np.int64),
     behaviour_log_prob=np.zeros(1, np.float32),
     policy_version=np.zeros(1, np.int32),
-    next_timestep=dm_env.TimeStep(
+    timestep=dm_env.TimeStep(
       np.ones(1, np.int32),
       np.zeros(1, np.float32),
       np.ones(1, np.float32),
@@ -218,20 +238,20 @@ def test_a_group_is_sent_at_its_age():
 def test_a_new_first_drops_the_unfinished_episode():
   adder, writer = _adder(length=9)
   ids = np.zeros(1, np.int32)
-  adder.add_first(ids, np.zeros(1, np.float32))
+  _first(adder, ids, np.zeros(1, np.float32))
   _play(adder, [(1, 0)], first=5)
   assert [_timeline(i)[0][0] for i in writer.items] == [[5, 6]]
 
 
-def test_add_before_add_first_is_refused():
+def test_a_start_without_first_is_refused():
   adder, _ = _adder()
-  with pytest.raises(ValueError, match=r'environment_ids \(\[0\]\).*add_first'):
+  with pytest.raises(ValueError, match=r'environment_ids \(\[0\]\).*FIRST'):
     adder.add(
       np.zeros(1, np.int32),
       action=np.zeros(1, np.int64),
       behaviour_log_prob=np.zeros(1, np.float32),
       policy_version=np.zeros(1, np.int32),
-      next_timestep=dm_env.TimeStep(
+      timestep=dm_env.TimeStep(
         np.ones(1, np.int32),
         np.zeros(1, np.float32),
         np.ones(1, np.float32),
@@ -244,14 +264,14 @@ def test_core_state_is_the_one_before_the_first_action_of_each_trajectory():
   adder, writer = _adder(length=2, core_state=_CORE)
   ids = np.zeros(1, np.int32)
   state = lambda value: np.full((1, 2), value, np.float32)
-  adder.add_first(ids, np.zeros(1, np.float32), state(0))
+  _first(adder, ids, np.zeros(1, np.float32), state(0))
   for i in range(3):
     adder.add(
       ids,
       action=np.zeros(1, np.int64),
       behaviour_log_prob=np.zeros(1, np.float32),
       policy_version=np.zeros(1, np.int32),
-      next_timestep=dm_env.TimeStep(
+      timestep=dm_env.TimeStep(
         np.array([2 if i == 2 else 1], np.int32),
         np.zeros(1, np.float32),
         np.ones(1, np.float32),

@@ -11,7 +11,6 @@ import time
 
 import dm_env
 import numpy as np
-import tree
 
 from tunix_reverb import core
 from tunix_reverb import types
@@ -116,8 +115,7 @@ class ActorLoop:
       core_state = self._policy.core_state_before(ids, first)
       output = self._policy.act(ids, timestep.observation, first)
     with self.account.measure('adder'):
-      self._record(ids, timestep, first, core_state)
-      self._remember(ids, output)
+      self._record(ids, timestep, core_state, output)
       self.statistics.observe(ids, timestep)
     with self.account.measure('environment'):
       self._environment.send(output.action, ids)
@@ -140,51 +138,25 @@ class ActorLoop:
       self._policy.set_variables(newer)
 
   def _record(
-      self,
-      ids: np.ndarray,
-      timestep: dm_env.TimeStep,
-      first: np.ndarray,
-      core_state: types.Nest,
+    self,
+    ids: np.ndarray,
+    timestep: dm_env.TimeStep,
+    core_state: types.Nest,
+    output: types.PolicyOutput,
   ) -> None:
-    """Adds the transition that each environment's previous action caused."""
-    if first.any():
-      pick = lambda x: x[first]
-      self._adder.add_first(
-          ids[first],
-          tree.map_structure(pick, timestep.observation),
-          tree.map_structure(pick, core_state),
-      )
-      if not first.all():
-        rest = ~first
-        self._add(
-            ids[rest],
-            tree.map_structure(lambda x: x[rest], timestep),
-            tree.map_structure(lambda x: x[rest], core_state),
-        )
-    else:
-      self._add(ids, timestep, core_state)
-
-  def _remember(self, ids: np.ndarray, output: types.PolicyOutput) -> None:
-    """Keeps what the next transition of each environment needs."""
+    """Adds `timestep` with the action that led to it; keeps the next one."""
     if self._action is None:
       self._action = np.zeros(
-          (self._version.size, *output.action.shape[1:]), output.action.dtype
+        (self._version.size, *output.action.shape[1:]), output.action.dtype
       )
+    self._adder.add(
+      ids,
+      action=self._action[ids],
+      behaviour_log_prob=self._log_prob[ids],
+      policy_version=self._version[ids],
+      timestep=timestep,
+      core_state=core_state,
+    )
     self._action[ids] = output.action
     self._log_prob[ids] = output.log_prob
     self._version[ids] = self._policy.policy_version
-
-  def _add(
-      self,
-      ids: np.ndarray,
-      timestep: dm_env.TimeStep,
-      core_state: types.Nest,
-  ) -> None:
-    self._adder.add(
-        ids,
-        action=self._action[ids],
-        behaviour_log_prob=self._log_prob[ids],
-        policy_version=self._version[ids],
-        next_timestep=timestep,
-        core_state=core_state,
-    )

@@ -16,6 +16,7 @@ transitions of an item.
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence
 import time
 from typing import Any
 
@@ -81,7 +82,7 @@ class TrajectoryAdder(core.VectorAdder):
     self._max_item_transitions = max(
         1, int(item_bytes // _bytes_per_transition(columns))
     )
-    self._group: list[types.Trajectories] = []
+    self._group: list[list[np.ndarray]] = []
     self._group_transitions = 0
     self._group_since_s = 0.0
     self._next_episode = 0
@@ -89,104 +90,94 @@ class TrajectoryAdder(core.VectorAdder):
     self.trajectories_total = 0
     self.given_up_total = 0
 
-  def add_first(
-      self,
-      environment_ids: np.ndarray,
-      observation: types.Nest,
-      core_state: types.Nest = (),
-  ) -> None:
-    """See base class."""
-    count = environment_ids.size
-    episodes = self._next_episode + np.arange(count)
-    self._next_episode += count
-    self._open.start(environment_ids, observation, core_state, self._clock())
-    self._open.episode_id[environment_ids] = episodes
-
   def add(
-      self,
-      environment_ids: np.ndarray,
-      *,
-      action: types.Nest,
-      behaviour_log_prob: np.ndarray,
-      policy_version: np.ndarray,
-      next_timestep: dm_env.TimeStep,
-      core_state: types.Nest = (),
+    self,
+    environment_ids: np.ndarray,
+    *,
+    action: types.Nest,
+    behaviour_log_prob: np.ndarray,
+    policy_version: np.ndarray,
+    timestep: dm_env.TimeStep,
+    core_state: types.Nest = (),
   ) -> None:
     """See base class."""
+    now_s = self._clock()
+    first = timestep.step_type == _FIRST
+    if first.any():
+      ids = environment_ids[first]
+      self._open.begin(ids, _rows(core_state, first), now_s)
+      self._open.episode_id[ids] = self._next_episode + np.arange(ids.size)
+      self._next_episode += ids.size
     full = self._open.append(
-        environment_ids,
-        action=action,
-        reward=next_timestep.reward,
-        discount=next_timestep.discount,
-        behaviour_log_prob=behaviour_log_prob,
-        policy_version=policy_version,
-        observation=next_timestep.observation,
+      environment_ids,
+      first,
+      (
+        action,
+        timestep.reward,
+        timestep.discount,
+        behaviour_log_prob,
+        policy_version,
+      ),
+      timestep.observation,
     )
-    last = next_timestep.step_type == int(dm_env.StepType.LAST)
+    last = timestep.step_type == _LAST
     ended = full | last
     if ended.any():
-      self._finish(environment_ids, ended, last, next_timestep, core_state)
-    elif self._group and self._clock() - self._group_since_s > self._item_age_s:
+      truncated = (last & (timestep.discount > 0))[ended]
+      self._finish(environment_ids[ended], truncated)
+      self._open.close(environment_ids[last])
+      goes_on = ended & ~last
+      if goes_on.any():
+        ids = environment_ids[goes_on]
+        self._open.overlap(ids, _rows(core_state, goes_on), now_s)
+    elif self._group and now_s - self._group_since_s > self._item_age_s:
       self._send()
 
   def drop(self, environment_ids: np.ndarray) -> None:
     """Drops the unfinished trajectories of `environment_ids`, i32 [K]."""
-    self._open.size[environment_ids] = _CLOSED
+    self._open.close(environment_ids)
 
   def flush(self) -> None:
     """See base class."""
     if self._group:
       self._send()
 
-  def _finish(
-      self,
-      environment_ids: np.ndarray,
-      ended: np.ndarray,
-      last: np.ndarray,
-      next_timestep: dm_env.TimeStep,
-      core_state: types.Nest,
-  ) -> None:
-    ids = environment_ids[ended]
-    truncated = (last & (next_timestep.discount > 0))[ended]
+  def _finish(self, ids: np.ndarray, truncated: np.ndarray) -> None:
+    """Copies finished trajectories into the group, and sends it when full."""
     sizes = self._open.size[ids]
+    if sizes.sum() <= self._max_item_transitions:
+      self._collect(self._open.take(ids, truncated, self._actor_id), sizes)
+      return
     # Several items when the trajectories that end together exceed one.
     share = np.cumsum(sizes) // (self._max_item_transitions + 1)
-    for part in np.split(np.arange(ids.size), _edges(share)):
+    for part in np.split(np.arange(ids.size), np.flatnonzero(np.diff(share)) + 1):
       self._collect(
-          self._open.take(ids[part], truncated[part], self._actor_id)
-      )
-    self._open.size[ids] = _CLOSED
-    goes_on = ended & ~last
-    if goes_on.any():
-      pick = lambda values: values[goes_on]
-      self._open.start(
-          environment_ids[goes_on],
-          tree.map_structure(pick, next_timestep.observation),
-          tree.map_structure(pick, core_state),
-          self._clock(),
+        self._open.take(ids[part], truncated[part], self._actor_id), sizes[part]
       )
 
-  def _collect(self, trajectories: types.Trajectories) -> None:
-    transitions = int(trajectories.lengths.sum())
+  def _collect(self, leaves: list[np.ndarray], sizes: np.ndarray) -> None:
+    transitions = int(sizes.sum())
     if self._group_transitions + transitions > self._max_item_transitions:
       self.flush()
+    now_s = self._clock()
     if not self._group:
-      self._group_since_s = self._clock()
-    self._group.append(trajectories)
+      self._group_since_s = now_s
+    self._group.append(leaves)
     self._group_transitions += transitions
     if (
-        self._group_transitions >= self._max_item_transitions
-        or self._clock() - self._group_since_s > self._item_age_s
+      self._group_transitions >= self._max_item_transitions
+      or now_s - self._group_since_s > self._item_age_s
     ):
       self._send()
 
   def _send(self) -> None:
-    item = (
-        self._group[0]
-        if len(self._group) == 1
-        else tree.map_structure(lambda *a: np.concatenate(a), *self._group)
+    leaves = (
+      self._group[0]
+      if len(self._group) == 1
+      else [np.concatenate(parts) for parts in zip(*self._group)]
     )
     self._group, self._group_transitions = [], 0
+    item = tree.unflatten_as(self._columns, leaves)
     while not self._writer.write(item):
       if not self._keep_waiting():
         self.given_up_total += item.lengths.size
@@ -195,69 +186,90 @@ class TrajectoryAdder(core.VectorAdder):
     self.trajectories_total += item.lengths.size
 
 
+_FIRST = int(dm_env.StepType.FIRST)
+_LAST = int(dm_env.StepType.LAST)
 _CLOSED = -1
 
 
 class _OpenTrajectories:
-  """The unfinished trajectory of each environment, [N, T, ...] per column."""
+  """The unfinished trajectory of each environment, [N, T + 1, ...] per column.
+
+  The slot after the last transition takes what comes with FIRST: a closed
+  trajectory has size -1, so its "transition" goes to slot -1, which nobody
+  reads, and its observation to slot 0.
+  """
 
   def __init__(self, columns: types.Trajectories, num: int, length: int):
-    block = lambda n: lambda spec: np.zeros(
-        (num, n, *spec.shape[1:]), spec.dtype
+    block = lambda spec: np.zeros(
+      (num, length + 1, *spec.shape[1:]), spec.dtype
     )
     self.size = np.full(num, _CLOSED, np.int64)
     self.episode_id = np.zeros(num, np.int64)
     self._length = length
     self._created_at_s = np.zeros(num)
-    self._structure = columns.observation
-    self._observation = [
-        block(length + 1)(s) for s in tree.flatten(columns.observation)
+    self._observation = [block(s) for s in tree.flatten(columns.observation)]
+    self._transitions = [
+      block(getattr(columns, name)) for name in _TRANSITION_COLUMNS
     ]
-    self._columns = {
-        name: block(length)(getattr(columns, name))
-        for name in _TRANSITION_COLUMNS
-    }
-    self._core_state = tree.map_structure(
-        lambda spec: np.zeros((num, *spec.shape[1:]), spec.dtype),
-        columns.core_state,
-    )
+    self._core_state = [
+      np.zeros((num, *spec.shape[1:]), spec.dtype)
+      for spec in tree.flatten(columns.core_state)
+    ]
 
-  def start(
-      self, ids: np.ndarray, observation: types.Nest, core_state: types.Nest,
-      now_s: float,
+  def begin(
+    self, ids: np.ndarray, core_state: types.Nest, now_s: float
   ) -> None:
-    for to, values in zip(self._observation, tree.flatten(observation)):
-      to[ids, 0] = values
-    tree.map_structure(
-        lambda to, values: to.__setitem__(ids, values),
-        self._core_state,
-        core_state,
-    )
-    self.size[ids] = 0
+    """Expects FIRST of `ids`; an unfinished trajectory is forgotten."""
+    self.size[ids] = _CLOSED
     self._created_at_s[ids] = now_s
+    for to, values in zip(self._core_state, tree.flatten(core_state)):
+      to[ids] = values
+
+  def close(self, ids: np.ndarray) -> None:
+    """Forgets the trajectories of `ids`."""
+    self.size[ids] = _CLOSED
+
+  def overlap(
+    self, ids: np.ndarray, core_state: types.Nest, now_s: float
+  ) -> None:
+    """Begins the next trajectory with the last timestep of the full one."""
+    self.begin(ids, core_state, now_s)
+    for block in self._observation:
+      block[ids, 0] = block[ids, self._length]
+    self.size[ids] = 0
 
   def append(
-      self, ids: np.ndarray, *, observation: types.Nest, **columns: Any
+    self,
+    ids: np.ndarray,
+    first: np.ndarray,
+    transitions: Sequence[np.ndarray],
+    observation: types.Nest,
   ) -> np.ndarray:
-    """Writes a transition; returns bool [K], True where T is reached."""
+    """Writes a timestep; returns bool [K], True where T is reached."""
     at = self.size[ids]
-    if at.min() < 0:
+    closed = at < 0
+    if (closed != first).any():
       raise ValueError(
-          f'environment_ids ({ids[at < 0].tolist()}) must have an open episode:'
-          ' call add_first before add'
+        f'environment_ids ({ids[closed & ~first].tolist()}) must start with a '
+        'FIRST timestep: pass what reset() returned'
       )
-    for name, values in columns.items():
-      self._columns[name][ids, at] = values
+    for block, values in zip(self._transitions, transitions):
+      block[ids, at] = values
     at += 1
-    for to, values in zip(self._observation, tree.flatten(observation)):
-      to[ids, at] = values
     self.size[ids] = at
+    leaves = (
+      (observation,)
+      if isinstance(observation, np.ndarray)
+      else tree.flatten(observation)
+    )
+    for block, values in zip(self._observation, leaves):
+      block[ids, at] = values
     return at == self._length
 
   def take(
-      self, ids: np.ndarray, truncated: np.ndarray, actor_id: int
-  ) -> types.Trajectories:
-    """Copies out the trajectories of `ids`, laid end to end."""
+    self, ids: np.ndarray, truncated: np.ndarray, actor_id: int
+  ) -> list[np.ndarray]:
+    """Copies out the trajectories of `ids`: the leaves of a `Trajectories`."""
     lengths = self.size[ids]
     if ids.size == 1:
       n, size = int(ids[0]), int(lengths[0])
@@ -265,21 +277,17 @@ class _OpenTrajectories:
     else:
       at = (np.repeat(ids, lengths), _ranges(lengths))
       at_timesteps = (np.repeat(ids, lengths + 1), _ranges(lengths + 1))
-    copy = lambda block, where: np.array(block[where])
-    return types.Trajectories(
-        observation=tree.unflatten_as(
-            self._structure,
-            [copy(block, at_timesteps) for block in self._observation],
-        ),
-        core_state=tree.map_structure(lambda c: c[ids], self._core_state),
-        loss_mask=np.ones(int(lengths.sum()), np.bool_),
-        lengths=lengths.astype(np.int32),
-        created_at_s=self._created_at_s[ids],
-        actor_id=np.full(ids.size, actor_id, np.int32),
-        episode_id=self.episode_id[ids],
-        truncated=truncated,
-        **{name: copy(block, at) for name, block in self._columns.items()},
-    )
+    return [
+      *(np.array(block[at_timesteps]) for block in self._observation),
+      *(np.array(block[at]) for block in self._transitions),
+      np.ones(int(lengths.sum()), np.bool_),
+      *(state[ids] for state in self._core_state),
+      lengths.astype(np.int32),
+      self._created_at_s[ids],
+      np.full(ids.size, actor_id, np.int32),
+      self.episode_id[ids],
+      truncated,
+    ]
 
 
 class EnvironmentAdder(core.Adder):
@@ -302,33 +310,40 @@ class EnvironmentAdder(core.Adder):
     """See base class."""
     if not timestep.first():
       raise ValueError(
-          f'step_type ({timestep.step_type!r}) of add_first must be FIRST; '
-          'pass what env.reset() returned'
+        f'step_type ({timestep.step_type!r}) of add_first must be FIRST; '
+        'pass what env.reset() returned'
       )
-    self._adder.add_first(
-        self._ids, _batched(timestep.observation), self._initial_core_state
+    nothing = np.zeros((), np.int32)  # Ignored with FIRST.
+    self._adder.add(
+      self._ids,
+      action=nothing,
+      behaviour_log_prob=nothing,
+      policy_version=nothing,
+      timestep=_batched(
+        dm_env.TimeStep(_FIRST, 0.0, 1.0, timestep.observation)
+      ),
+      core_state=self._initial_core_state,
     )
 
   def add(
-      self, action: types.Nest, next_timestep: dm_env.TimeStep, extras: Any = ()
+    self, action: types.Nest, next_timestep: dm_env.TimeStep, extras: Any = ()
   ) -> None:
     """See base class."""
     missing = {'log_prob', 'policy_version'} - set(extras)
     if missing:
       raise ValueError(
-          f'extras ({sorted(extras)}) must hold log_prob and policy_version; '
-          f'missing: {", ".join(sorted(missing))}'
+        f'extras ({sorted(extras)}) must hold log_prob and policy_version; '
+        f'missing: {", ".join(sorted(missing))}'
       )
     self._adder.add(
-        self._ids,
-        action=_batched(action),
-        behaviour_log_prob=_batched(extras['log_prob']),
-        policy_version=_batched(extras['policy_version']),
-        next_timestep=tree.map_structure(
-            lambda x: np.asarray(x)[None],
-            next_timestep._replace(step_type=int(next_timestep.step_type)),
-        ),
-        core_state=_batched(extras.get('core_state', ())),
+      self._ids,
+      action=_batched(action),
+      behaviour_log_prob=_batched(extras['log_prob']),
+      policy_version=_batched(extras['policy_version']),
+      timestep=_batched(
+        next_timestep._replace(step_type=int(next_timestep.step_type))
+      ),
+      core_state=_batched(extras.get('core_state', ())),
     )
 
   def reset(self) -> None:
@@ -350,8 +365,8 @@ def _ranges(lengths: np.ndarray) -> np.ndarray:
   return np.arange(int(lengths.sum())) - np.repeat(starts, lengths)
 
 
-def _edges(labels: np.ndarray) -> np.ndarray:
-  return np.flatnonzero(np.diff(labels)) + 1
+def _rows(nest: types.Nest, mask: np.ndarray) -> types.Nest:
+  return tree.map_structure(lambda x: x[mask], nest)
 
 
 def _bytes_per_transition(columns: types.Trajectories) -> float:
