@@ -152,6 +152,25 @@ def test_lines_come_every_few_seconds_and_events_at_once(capsys):
   assert out[1].endswith('actor_0 died')
 
 
+def test_a_long_list_of_processes_is_cut_but_shows_those_in_trouble():
+  running = [
+    run_state.ProcessStatus(f'actor_{i}', i, 0, 1.0, 'running')
+    for i in range(1, 65)
+  ]
+  text = _draw(console.panel(_state(1), [*running, _STATUSES[1]], _GOAL, 1.0))
+  assert 'actor_0 ' in text and 'waiting to restart' in text
+  assert '... and 53 more' in text
+
+
+def test_the_panel_and_events_appear_on_the_screen(capsys):
+  with console.Console(_GOAL, interactive=True) as view:
+    view.update(_state(), _STATUSES)
+    view.say('actor_0 died [status 1]')
+  out = capsys.readouterr().out
+  assert 'actor_0 died [status 1]' in out
+  assert 'gym:CartPole-v1' in out and 'holds back 2 inserts' in out
+
+
 def test_drawing_twice_a_second_costs_little_of_a_core():
   state, out = _state(), rich.console.Console(file=io.StringIO(), width=110)
 

@@ -16,6 +16,7 @@ _PANEL_PERIOD_S = 0.5
 _LINE_PERIOD_S = 5.0
 _SPARKS = '▁▂▃▄▅▆▇█'
 _SPARK_WIDTH = 32
+_MAX_PROCESS_LINES = 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,9 +258,13 @@ def _processes(
   state: run_state.RunState, statuses: Sequence[run_state.ProcessStatus]
 ) -> str:
   lines = []
-  for s in statuses:
+  # Those in trouble first: a long list is cut.
+  ordered = sorted(statuses, key=lambda s: (s.pid > 0, s.restarts <= 0))
+  for s in ordered[:_MAX_PROCESS_LINES]:
     what = f'pid {s.pid}   {s.age_s:.0f} s' if s.pid else s.state
     restarts = f'   restarts {s.restarts}' if s.restarts > 0 else ''
     milestone = state.milestones.get(s.name, '') if s.pid else ''
     lines.append(f'{s.name:<16} {what}{restarts}   {milestone}'.rstrip())
+  if len(ordered) > _MAX_PROCESS_LINES:
+    lines.append(f'... and {len(ordered) - _MAX_PROCESS_LINES} more')
   return '\n'.join(lines)
