@@ -21,10 +21,12 @@ _TIMEOUT_S = 60.0
 def _state(seed=0):
   key = jax.random.PRNGKey(seed)
   return {
-      'params': {'kernel': jax.random.normal(key, (40, 30)),
-                 'bias': jnp.zeros(3)},
-      'optimiser': (jnp.int32(seed), jax.random.normal(key, (7,))),
-      'key': key,
+    'params': {
+      'kernel': jax.random.normal(key, (40, 30)),
+      'bias': jnp.zeros(3),
+    },
+    'optimiser': (jnp.int32(seed), jax.random.normal(key, (7,))),
+    'key': key,
   }
 
 
@@ -34,8 +36,11 @@ def open_checkpointer(tmp_path):
   opened = []
 
   def open_one(max_to_keep=3):
-    opened.append(checkpoints.LearnerCheckpointer(tmp_path / 'learner',
-                                                  max_to_keep=max_to_keep))
+    opened.append(
+      checkpoints.LearnerCheckpointer(
+        tmp_path / 'learner', max_to_keep=max_to_keep
+      )
+    )
     return opened[-1]
 
   yield open_one
@@ -69,8 +74,8 @@ def test_restores_into_an_abstract_template_on_a_mesh(open_checkpointer):
   mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:4]), ('data',))
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   template = jax.tree_util.tree_map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-      _state(0),
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+    _state(0),
   )
   state, _ = open_checkpointer().restore_latest(template)
   _assert_equal(state, _state(1))
@@ -82,7 +87,8 @@ def test_keeps_the_newest(open_checkpointer, tmp_path):
   _save(checkpointer, 2, 9, 10, 11)
   assert checkpointer.steps() == [10, 11]
   assert sorted(p.name for p in (tmp_path / 'learner').iterdir()) == [
-      '10', '11'
+    '10',
+    '11',
   ]
 
 
@@ -182,15 +188,16 @@ def test_full_disk_is_told_and_training_can_go_on(open_checkpointer):
 
 def test_unwritable_directory_is_told(tmp_path):
   (tmp_path / 'file').write_text('')
-  checkpointer = checkpoints.LearnerCheckpointer(tmp_path / 'file' / 'learner',
-                                                 max_to_keep=1)
+  checkpointer = checkpoints.LearnerCheckpointer(
+    tmp_path / 'file' / 'learner', max_to_keep=1
+  )
   with pytest.raises(errors.CheckpointError, match='could not be written'):
     checkpointer.save(1, _state(1), {})
   checkpointer.close(_TIMEOUT_S)
 
 
 def test_save_returns_before_the_files_are_written(
-    open_checkpointer, monkeypatch
+  open_checkpointer, monkeypatch
 ):
   """Training waits for the copy off the device only; `wait` has a deadline."""
   checkpointer = open_checkpointer()
@@ -229,12 +236,15 @@ _KILLED = textwrap.dedent("""
 
 def test_killed_while_saving_leaves_the_one_before(tmp_path, subprocess_env):
   result = subprocess.run(
-      [sys.executable, '-c', _KILLED, str(tmp_path / 'learner')],
-      env=subprocess_env, timeout=100, check=False,
+    [sys.executable, '-c', _KILLED, str(tmp_path / 'learner')],
+    env=subprocess_env,
+    timeout=100,
+    check=False,
   )
   assert result.returncode == -9
-  checkpointer = checkpoints.LearnerCheckpointer(tmp_path / 'learner',
-                                                 max_to_keep=3)
+  checkpointer = checkpoints.LearnerCheckpointer(
+    tmp_path / 'learner', max_to_keep=3
+  )
   state, metadata = checkpointer.restore_latest({'x': jnp.zeros(4, jnp.int32)})
   assert metadata == {'policy_version': 1}
   np.testing.assert_array_equal(state['x'], np.arange(4))
@@ -296,10 +306,20 @@ def test_resume_in_a_fresh_process_is_bit_exact(tmp_path, subprocess_env):
 
   def train(directory, first, last, mode):
     return subprocess.run(
-        [sys.executable, '-c', _TRAIN, str(tmp_path / directory), str(first),
-         str(last), mode],
-        env=subprocess_env, timeout=100, check=True, capture_output=True,
-        text=True,
+      [
+        sys.executable,
+        '-c',
+        _TRAIN,
+        str(tmp_path / directory),
+        str(first),
+        str(last),
+        mode,
+      ],
+      env=subprocess_env,
+      timeout=100,
+      check=True,
+      capture_output=True,
+      text=True,
     ).stdout
 
   straight = train('straight', 0, 10, 'fresh')

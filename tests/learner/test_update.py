@@ -19,30 +19,35 @@ _CONFIG = update_lib.LossConfig(discount_factor=0.9, vtrace_lambda=0.9)
 _ROWS, _LENGTH = 16, 10
 
 _MESHES = {
-    '8111': {'data': 8},
-    '4211': {'data': 4, 'fsdp': 2},
-    '2221': {'data': 2, 'fsdp': 2, 'sequence': 2},
-    '2122': {'data': 2, 'sequence': 2, 'tensor': 2},
-    '1118': {'data': 1, 'tensor': 8},
+  '8111': {'data': 8},
+  '4211': {'data': 4, 'fsdp': 2},
+  '2221': {'data': 2, 'fsdp': 2, 'sequence': 2},
+  '2122': {'data': 2, 'sequence': 2, 'tensor': 2},
+  '1118': {'data': 1, 'tensor': 8},
 }
 
 
 @functools.cache
 def _network(core='none'):
   return policy_network.make_policy_network(
-      specs.EnvironmentSpec(
-          dm_specs.Array((4,), np.float32), dm_specs.DiscreteArray(3),
-          dm_specs.Array((), np.float32),
-          dm_specs.BoundedArray((), np.float32, 0, 1),
-      ),
-      hidden_sizes=(8, 8), core=core, core_size=4,
+    specs.EnvironmentSpec(
+      dm_specs.Array((4,), np.float32),
+      dm_specs.DiscreteArray(3),
+      dm_specs.Array((), np.float32),
+      dm_specs.BoundedArray((), np.float32, 0, 1),
+    ),
+    hidden_sizes=(8, 8),
+    core=core,
+    core_size=4,
   )
 
 
 def _optimiser(decay_steps=10):
   return optimiser_lib.make_optimiser(
-      learning_rate=1e-2, learning_rate_end=0.1, decay_steps=decay_steps,
-      max_grad_norm=0.5,
+    learning_rate=1e-2,
+    learning_rate_end=0.1,
+    decay_steps=decay_steps,
+    max_grad_norm=0.5,
   )
 
 
@@ -65,20 +70,20 @@ def _batch(seed=0, network=None, **overrides):
     positions[b, :first] = np.arange(first)
     positions[b, first : first + second] = np.arange(second)
   core_state = jax.tree_util.tree_map(
-      lambda s: normal(_ROWS, 2, *s.shape),
-      (network or _network()).core_state_spec(),
+    lambda s: normal(_ROWS, 2, *s.shape),
+    (network or _network()).core_state_spec(),
   )
   batch = types.Batch(
-      observation=normal(*shape, 4),
-      action=rng.integers(0, 3, size=shape).astype(np.uint8),
-      reward=normal(*shape),
-      discount=np.ones(shape, np.float32),
-      behaviour_log_prob=-1 + 0.2 * normal(*shape),
-      policy_version=np.ones(shape, np.int32),
-      loss_mask=rng.uniform(size=shape) < 0.8,
-      segment_ids=ids,
-      segment_positions=positions,
-      core_state=core_state,
+    observation=normal(*shape, 4),
+    action=rng.integers(0, 3, size=shape).astype(np.uint8),
+    reward=normal(*shape),
+    discount=np.ones(shape, np.float32),
+    behaviour_log_prob=-1 + 0.2 * normal(*shape),
+    policy_version=np.ones(shape, np.int32),
+    loss_mask=rng.uniform(size=shape) < 0.8,
+    segment_ids=ids,
+    segment_positions=positions,
+    core_state=core_state,
   )
   return batch._replace(**overrides)
 
@@ -86,15 +91,18 @@ def _batch(seed=0, network=None, **overrides):
 @functools.cache
 def _update(mesh_name, config):
   """Compiled once for all tests: compiling is most of their time."""
-  return update_lib.make_update(_network(), _optimiser(), _mesh(mesh_name),
-                                config)
+  return update_lib.make_update(
+    _network(), _optimiser(), _mesh(mesh_name), config
+  )
 
 
 @functools.cache
 def _initial_state():
-  return jax.device_get(update_lib.init_state(
+  return jax.device_get(
+    update_lib.init_state(
       _network(), _optimiser(), _mesh(), key=jax.random.PRNGKey(0)
-  ))
+    )
+  )
 
 
 def _run(mesh_name, batches, *, config=_CONFIG):
@@ -103,7 +111,7 @@ def _run(mesh_name, batches, *, config=_CONFIG):
   # A copy: the CPU backend may use a host array's memory, and donation then
   # writes to it.
   state = mesh_lib.replicate(
-      jax.tree_util.tree_map(np.copy, _initial_state()), mesh
+    jax.tree_util.tree_map(np.copy, _initial_state()), mesh
   )
   metrics = {}
   for batch in batches:
@@ -113,7 +121,7 @@ def _run(mesh_name, batches, *, config=_CONFIG):
 
 def _assert_close(a, b, **tolerance):
   jax.tree_util.tree_map(
-      lambda x, y: np.testing.assert_allclose(x, y, **tolerance), a, b
+    lambda x, y: np.testing.assert_allclose(x, y, **tolerance), a, b
   )
 
 
@@ -121,21 +129,23 @@ def _gradients(mesh, network, batch):
   """Gradients, loss and sums as the update computes them."""
   params = jax.jit(network.init)(jax.random.PRNGKey(0))
   fn = mesh_lib.shard_map(
-      functools.partial(update_lib._gradients, network, _CONFIG),
-      mesh=mesh,
-      in_specs=(mesh_lib.replicated_spec(), mesh_lib.batch_spec()),
-      out_specs=mesh_lib.replicated_spec(),
+    functools.partial(update_lib._gradients, network, _CONFIG),
+    mesh=mesh,
+    in_specs=(mesh_lib.replicated_spec(), mesh_lib.batch_spec()),
+    out_specs=mesh_lib.replicated_spec(),
   )
-  return jax.device_get(
-      jax.jit(fn)(params, mesh_lib.place_batch(batch, mesh))
-  )
+  return jax.device_get(jax.jit(fn)(params, mesh_lib.place_batch(batch, mesh)))
 
 
 @pytest.mark.parametrize('name', _MESHES)
 def test_gradients_on_eight_devices_equal_one(name):
   network, batch = _network('gru'), _batch(network=_network('gru'))
-  _assert_close(_gradients(_mesh(name), network, batch),
-                _gradients_on_one_device(), rtol=2e-5, atol=1e-6)
+  _assert_close(
+    _gradients(_mesh(name), network, batch),
+    _gradients_on_one_device(),
+    rtol=2e-5,
+    atol=1e-6,
+  )
 
 
 @functools.cache
@@ -164,7 +174,7 @@ def test_gradients_are_those_of_the_mean_over_all_transitions():
   def loss(params):
     sums = update_lib.batch_loss_sums(network, _CONFIG, params, batch)
     return (
-        sums.pg_loss + 0.5 * sums.baseline_loss - 0.01 * sums.entropy
+      sums.pg_loss + 0.5 * sums.baseline_loss - 0.01 * sums.entropy
     ) / np.float32(counts.sum())
 
   expected_loss, expected = jax.jit(jax.value_and_grad(loss))(params)
@@ -175,11 +185,24 @@ def test_gradients_are_those_of_the_mean_over_all_transitions():
 
 def test_metric_names_are_frozen():
   state, metrics = _run(None, [_batch()])
-  assert set(metrics) == set(update_lib.METRIC_NAMES) == {
-      'loss', 'pg_loss', 'baseline_loss', 'entropy', 'grad_norm', 'param_norm',
-      'rho_mean', 'rho_clipped_fraction', 'ess', 'value_mean', 'learning_rate',
+  assert (
+    set(metrics)
+    == set(update_lib.METRIC_NAMES)
+    == {
+      'loss',
+      'pg_loss',
+      'baseline_loss',
+      'entropy',
+      'grad_norm',
+      'param_norm',
+      'rho_mean',
+      'rho_clipped_fraction',
+      'ess',
+      'value_mean',
+      'learning_rate',
       'non_finite_updates',
-  }
+    }
+  )
   for name, value in metrics.items():
     assert value.shape == () and value.dtype == np.float32, name
     assert np.isfinite(value), name
@@ -196,11 +219,12 @@ def test_learning_rate_falls_linearly_and_stays():
 
 
 def test_clip_bounds_the_global_norm():
-  transform = optimiser_lib.clip_by_global_norm(0.5,
-                                                mesh_lib.replicated_spec())
+  transform = optimiser_lib.clip_by_global_norm(0.5, mesh_lib.replicated_spec())
   for scale, expected in ((1e-3, 5e-3), (1e3, 0.5)):
-    gradients = {'a': np.full(9, scale, np.float32),
-                 'b': np.full(16, scale, np.float32)}
+    gradients = {
+      'a': np.full(9, scale, np.float32),
+      'b': np.full(16, scale, np.float32),
+    }
     clipped, _ = transform.update(gradients, (), None)
     norm = mesh_lib.global_norm(clipped, mesh_lib.replicated_spec())
     np.testing.assert_allclose(norm, expected, rtol=1e-5)
@@ -237,8 +261,9 @@ def test_reward_clip():
   config = update_lib.LossConfig(reward_clip=0.5)
   batch = _batch()
   clipped = batch._replace(reward=np.clip(batch.reward, -0.5, 0.5))
-  _assert_equal(_run(None, [batch], config=config),
-                _run(None, [clipped], config=config))
+  _assert_equal(
+    _run(None, [batch], config=config), _run(None, [clipped], config=config)
+  )
 
 
 def test_padding_contributes_nothing():
@@ -252,15 +277,22 @@ def test_padding_contributes_nothing():
     noise = rng.integers(0, 50, size=x.shape).astype(x.dtype)
     return np.where(mask, noise, x)
 
-  scribbled = batch._replace(**{
+  scribbled = batch._replace(
+    **{
       k: scribble(getattr(batch, k))
-      for k in ('observation', 'action', 'reward', 'discount',
-                'behaviour_log_prob')
-  })
+      for k in (
+        'observation',
+        'action',
+        'reward',
+        'discount',
+        'behaviour_log_prob',
+      )
+    }
+  )
   expected = _run(None, [batch])
   _assert_close(_run(None, [scribbled]), expected, rtol=1e-5, atol=1e-7)
   longer = jax.tree_util.tree_map(
-      lambda x: np.concatenate([x, np.zeros_like(x)]), batch
+    lambda x: np.concatenate([x, np.zeros_like(x)]), batch
   )
   _assert_close(_run(None, [longer]), expected, rtol=1e-4, atol=1e-5)
 
@@ -271,8 +303,8 @@ def test_truncation_bootstraps_and_leaks_nothing():
   batch = _batch(loss_mask=np.ones((_ROWS, _LENGTH), bool))
   first = batch.segment_ids == 1
   loud = batch._replace(
-      reward=np.where(first, batch.reward, 100).astype(np.float32),
-      loss_mask=first,
+    reward=np.where(first, batch.reward, 100).astype(np.float32),
+    loss_mask=first,
   )
   quiet = batch._replace(loss_mask=first)
   _assert_equal(_run(None, [loud]), _run(None, [quiet]))
@@ -301,11 +333,13 @@ def test_update_compiles_ahead_and_donates():
   batch = mesh_lib.place_batch(_batch(), mesh)
   template = update_lib.abstract_state(network, optimiser, mesh)
   compiled = update.lower(template, batch).compile()
-  state = update_lib.init_state(network, optimiser, mesh,
-                                key=jax.random.PRNGKey(0))
+  state = update_lib.init_state(
+    network, optimiser, mesh, key=jax.random.PRNGKey(0)
+  )
   jax.tree_util.tree_map(
-      lambda t, x: (t.shape, t.dtype) == (x.shape, x.dtype) or pytest.fail(),
-      template, state,
+    lambda t, x: (t.shape, t.dtype) == (x.shape, x.dtype) or pytest.fail(),
+    template,
+    state,
   )
   old = jax.tree_util.tree_leaves(state.params)[0]
   for _ in range(2):
@@ -315,9 +349,7 @@ def test_update_compiles_ahead_and_donates():
 
 
 def test_key_is_never_reused():
-  keys = {
-      tuple(_run(None, [_batch()] * n)[0].key.tolist()) for n in range(4)
-  }
+  keys = {tuple(_run(None, [_batch()] * n)[0].key.tolist()) for n in range(4)}
   assert len(keys) == 4
 
 
@@ -325,8 +357,9 @@ def test_learns_a_bandit():
   """Action 1 pays; on-policy batches sampled from the current params."""
   network, optimiser, mesh = _network(), _optimiser(decay_steps=1000), _mesh()
   update = update_lib.make_update(network, optimiser, mesh, _CONFIG)
-  state = update_lib.init_state(network, optimiser, mesh,
-                                key=jax.random.PRNGKey(1))
+  state = update_lib.init_state(
+    network, optimiser, mesh, key=jax.random.PRNGKey(1)
+  )
   shape = (_ROWS, _LENGTH)
   ids = np.repeat(np.arange(1, 6, dtype=np.int32), 2)[None].repeat(_ROWS, 0)
   positions = np.tile(np.arange(2, dtype=np.int32), (_ROWS, 5))
@@ -341,9 +374,16 @@ def test_learns_a_bandit():
   for i in range(60):
     action, log_prob = act(state.params, jax.random.PRNGKey(i))
     batch = types.Batch(
-        observation, action, (action == 1).astype(jnp.float32),
-        np.zeros(shape, np.float32), log_prob, np.ones(shape, np.int32),
-        np.ones(shape, bool), ids, positions, (),
+      observation,
+      action,
+      (action == 1).astype(jnp.float32),
+      np.zeros(shape, np.float32),
+      log_prob,
+      np.ones(shape, np.int32),
+      np.ones(shape, bool),
+      ids,
+      positions,
+      (),
     )
     state, _ = update(state, mesh_lib.place_batch(batch, mesh))
   action, _ = act(state.params, jax.random.PRNGKey(99))

@@ -20,15 +20,20 @@ _LENGTHS = (5, 2, 7, 1, 4)
 _ROW_LENGTH = 12
 
 _CONFIG = update_lib.LossConfig(
-    discount_factor=0.9, rho_bar=1.2, c_bar=1.0, vtrace_lambda=0.9,
-    entropy_cost=0.05,
+  discount_factor=0.9,
+  rho_bar=1.2,
+  c_bar=1.0,
+  vtrace_lambda=0.9,
+  entropy_cost=0.05,
 )
 
 
 def _environment_spec(observation, action):
   return specs.EnvironmentSpec(
-      observation, action, dm_specs.Array((), np.float32),
-      dm_specs.BoundedArray((), np.float32, 0, 1),
+    observation,
+    action,
+    dm_specs.Array((), np.float32),
+    dm_specs.BoundedArray((), np.float32, 0, 1),
   )
 
 
@@ -46,22 +51,24 @@ def _trajectory(network, length, rng):
     action = normal(n, *action_spec.shape)
   else:
     action = rng.integers(
-        action_spec.minimum, action_spec.maximum, (n, *action_spec.shape),
-        endpoint=True,
+      action_spec.minimum,
+      action_spec.maximum,
+      (n, *action_spec.shape),
+      endpoint=True,
     ).astype(np.uint8)
   discount = np.ones(n, np.float32)
   discount[length - 1] = rng.integers(0, 2)
   return {
-      'observation': observation,
-      'action': action,
-      'reward': normal(n),
-      'discount': discount,
-      'behaviour_log_prob': -1 + 0.3 * normal(n),
-      'policy_version': np.ones(n, np.int32),
-      'loss_mask': rng.uniform(size=n) < 0.8,
-      'core_state': jax.tree_util.tree_map(
-          lambda s: normal(*s.shape), network.core_state_spec()
-      ),
+    'observation': observation,
+    'action': action,
+    'reward': normal(n),
+    'discount': discount,
+    'behaviour_log_prob': -1 + 0.3 * normal(n),
+    'policy_version': np.ones(n, np.int32),
+    'loss_mask': rng.uniform(size=n) < 0.8,
+    'core_state': jax.tree_util.tree_map(
+      lambda s: normal(*s.shape), network.core_state_spec()
+    ),
   }
 
 
@@ -70,14 +77,14 @@ def _pack(trajectories, rows):
   shape = (len(rows), _ROW_LENGTH)
   template = {k: v for k, v in trajectories[0].items() if k != 'core_state'}
   columns = {
-      k: np.zeros(shape + v.shape[1:], v.dtype) for k, v in template.items()
+    k: np.zeros(shape + v.shape[1:], v.dtype) for k, v in template.items()
   }
   columns['segment_ids'] = np.zeros(shape, np.int32)
   columns['segment_positions'] = np.zeros(shape, np.int32)
   segments = max(len(row) for row in rows)
   core_state = jax.tree_util.tree_map(
-      lambda x: np.full((len(rows), segments, *x.shape), np.nan, x.dtype),
-      trajectories[0]['core_state'],
+    lambda x: np.full((len(rows), segments, *x.shape), np.nan, x.dtype),
+    trajectories[0]['core_state'],
   )
   for b, row in enumerate(rows):
     start = 0
@@ -89,8 +96,8 @@ def _pack(trajectories, rows):
       columns['segment_ids'][b, start : start + n] = m + 1
       columns['segment_positions'][b, start : start + n] = np.arange(n)
       for to, value in zip(
-          jax.tree_util.tree_leaves(core_state),
-          jax.tree_util.tree_leaves(trajectory['core_state']),
+        jax.tree_util.tree_leaves(core_state),
+        jax.tree_util.tree_leaves(trajectory['core_state']),
       ):
         to[b, m] = value
       start += n
@@ -100,8 +107,13 @@ def _pack(trajectories, rows):
 
 
 def _outputs(network, params, batch):
-  return network.unroll(params, batch.observation, batch.core_state,
-                        batch.segment_ids, batch.segment_positions)
+  return network.unroll(
+    params,
+    batch.observation,
+    batch.core_state,
+    batch.segment_ids,
+    batch.segment_positions,
+  )
 
 
 def _by_trajectory(outputs, batch, rows):
@@ -111,20 +123,20 @@ def _by_trajectory(outputs, batch, rows):
     for m, index in enumerate(row):
       where = batch.segment_ids[b] == m + 1
       result[index] = [
-          np.asarray(x)[b][where] for x in jax.tree_util.tree_leaves(outputs)
+        np.asarray(x)[b][where] for x in jax.tree_util.tree_leaves(outputs)
       ]
   return [result[i] for i in sorted(result)]
 
 
 _CASES = {
-    'mlp': (_VECTOR, _DISCRETE, {}),
-    'mlp_multi': (_VECTOR, _MULTI, {}),
-    'mlp_gaussian': (_VECTOR, _BOX, {}),
-    'lstm': (_VECTOR, _DISCRETE, {'core': 'lstm'}),
-    'gru': (_VECTOR, _DISCRETE, {'core': 'gru'}),
-    'lstm_gaussian': (_VECTOR, _BOX, {'core': 'lstm'}),
-    'impala': (_IMAGE, _DISCRETE, {}),
-    'atari_gru_multi': (_IMAGE, _MULTI, {'torso': 'atari', 'core': 'gru'}),
+  'mlp': (_VECTOR, _DISCRETE, {}),
+  'mlp_multi': (_VECTOR, _MULTI, {}),
+  'mlp_gaussian': (_VECTOR, _BOX, {}),
+  'lstm': (_VECTOR, _DISCRETE, {'core': 'lstm'}),
+  'gru': (_VECTOR, _DISCRETE, {'core': 'gru'}),
+  'lstm_gaussian': (_VECTOR, _BOX, {'core': 'lstm'}),
+  'impala': (_IMAGE, _DISCRETE, {}),
+  'atari_gru_multi': (_IMAGE, _MULTI, {'torso': 'atari', 'core': 'gru'}),
 }
 
 
@@ -132,26 +144,30 @@ _CASES = {
 def test_packed_equals_unpacked(name):
   observation, action, kwargs = _CASES[name]
   network = policy_network.make_policy_network(
-      _environment_spec(observation, action), hidden_sizes=(8, 8), core_size=5,
-      **kwargs,
+    _environment_spec(observation, action),
+    hidden_sizes=(8, 8),
+    core_size=5,
+    **kwargs,
   )
   params = jax.jit(network.init)(jax.random.PRNGKey(0))
   # Away from the nearly uniform first policy, or nothing would be tested.
   params = jax.tree_util.tree_map(
-      lambda x: x + 0.1 * np.random.default_rng(2).normal(size=x.shape).astype(
-          np.float32
-      ),
-      params,
+    lambda x: (
+      x + 0.1 * np.random.default_rng(2).normal(size=x.shape).astype(np.float32)
+    ),
+    params,
   )
   rng = np.random.default_rng(0)
   trajectories = [_trajectory(network, t, rng) for t in _LENGTHS]
-  rows_of = {'packed': [[0, 1, 3], [2], [4]],
-             'unpacked': [[i] for i in range(len(_LENGTHS))]}
+  rows_of = {
+    'packed': [[0, 1, 3], [2], [4]],
+    'unpacked': [[i] for i in range(len(_LENGTHS))],
+  }
 
   def evaluate(params, batch):
     count = np.float32(10)
     loss = lambda p: update_lib.total_loss(
-        _CONFIG, update_lib.batch_loss_sums(network, _CONFIG, p, batch), count
+      _CONFIG, update_lib.batch_loss_sums(network, _CONFIG, p, batch), count
     )
     sums = update_lib.batch_loss_sums(network, _CONFIG, params, batch)
     return _outputs(network, params, batch), sums, jax.grad(loss)(params)
@@ -165,9 +181,8 @@ def test_packed_equals_unpacked(name):
   close = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
   jax.tree_util.tree_map(close, results['packed'], results['unpacked'])
   sums = results['packed'][1]
-  assert float(sums.count) > 5
+  assert float(sums.num_transitions) > 5
   assert all(
-      np.any(np.abs(g) > 0) for g in jax.tree_util.tree_leaves(
-          results['packed'][2]
-      )
+    np.any(np.abs(g) > 0)
+    for g in jax.tree_util.tree_leaves(results['packed'][2])
   )

@@ -19,15 +19,18 @@ _IMAGE = dm_specs.BoundedArray((12, 10, 2), np.uint8, 0, 255)
 
 def _spec(observation=_VECTOR, action=_DISCRETE):
   return specs.EnvironmentSpec(
-      observation, action, dm_specs.Array((), np.float32),
-      dm_specs.BoundedArray((), np.float32, 0, 1),
+    observation,
+    action,
+    dm_specs.Array((), np.float32),
+    dm_specs.BoundedArray((), np.float32, 0, 1),
   )
 
 
 def _network(observation=_VECTOR, action=_DISCRETE, **kwargs):
   kwargs = {'hidden_sizes': (8, 8), 'core_size': 6} | kwargs
-  return policy_network.make_policy_network(_spec(observation, action),
-                                            **kwargs)
+  return policy_network.make_policy_network(
+    _spec(observation, action), **kwargs
+  )
 
 
 def _observations(spec, shape, seed=0):
@@ -42,31 +45,38 @@ def _observations(spec, shape, seed=0):
 
 
 _NESTED = {
-    'position': dm_specs.Array((2, 3), np.float64),
-    'hand': (dm_specs.Array((), np.int32), dm_specs.Array((5,), np.uint8)),
+  'position': dm_specs.Array((2, 3), np.float64),
+  'hand': (dm_specs.Array((), np.int32), dm_specs.Array((5,), np.uint8)),
 }
 
 _OBSERVATIONS = {
-    'vector': (_VECTOR, 'mlp'),
-    'nested': (_NESTED, 'mlp'),
-    'image_mlp': (_IMAGE, 'mlp'),
-    'image_impala': (_IMAGE, 'impala'),
-    'image_atari': (_IMAGE, 'atari'),
+  'vector': (_VECTOR, 'mlp'),
+  'nested': (_NESTED, 'mlp'),
+  'image_mlp': (_IMAGE, 'mlp'),
+  'image_impala': (_IMAGE, 'impala'),
+  'image_atari': (_IMAGE, 'atari'),
 }
 
 
-@pytest.mark.parametrize('name,core', [
+@pytest.mark.parametrize(
+  'name,core',
+  [
     *((name, 'none') for name in _OBSERVATIONS),
-    ('nested', 'lstm'), ('nested', 'gru'), ('image_atari', 'lstm'),
-])
+    ('nested', 'lstm'),
+    ('nested', 'gru'),
+    ('image_atari', 'lstm'),
+  ],
+)
 def test_step_shapes_and_dtypes(name, core):
   observation, torso = _OBSERVATIONS[name]
   network = _network(observation, torso=torso, core=core)
   params = jax.jit(network.init)(jax.random.PRNGKey(0))
   state = network.initial_state(5)
   logits, values, new_state = jax.jit(network.step)(
-      params, _stored(_observations(observation, (5,))), state,
-      np.zeros(5, bool),
+    params,
+    _stored(_observations(observation, (5,))),
+    state,
+    np.zeros(5, bool),
   )
   assert logits.shape == (5, 3) and logits.dtype == np.float32
   assert values.shape == (5,) and values.dtype == np.float32
@@ -75,14 +85,15 @@ def test_step_shapes_and_dtypes(name, core):
   if core == 'none':
     assert network.core_state_spec() == () == new_state
   else:
-    batched = jax.tree_util.tree_map(lambda s: ((5, *s.shape), s.dtype),
-                                     network.core_state_spec())
+    batched = jax.tree_util.tree_map(
+      lambda s: ((5, *s.shape), s.dtype), network.core_state_spec()
+    )
     assert batched == spec_of(state)
 
 
 def _stored(observation):
   return jax.tree_util.tree_map(
-      lambda x: x.astype(specs.stored_observation_dtype(x.dtype)), observation
+    lambda x: x.astype(specs.stored_observation_dtype(x.dtype)), observation
   )
 
 
@@ -94,8 +105,8 @@ def test_unroll_equals_steps(core):
   lengths = (4, 6)
   observations = [_observations(_VECTOR, (n,), seed=n) for n in lengths]
   start = jax.tree_util.tree_map(
-      lambda x: np.random.default_rng(1).normal(size=x.shape).astype(x.dtype),
-      network.initial_state(2),
+    lambda x: np.random.default_rng(1).normal(size=x.shape).astype(x.dtype),
+    network.initial_state(2),
   )
   step = jax.jit(network.step)
   logits, values = [], []
@@ -169,21 +180,24 @@ def test_images_are_scaled_and_vectors_are_not():
   image = np.full((1, 2, 2, 1), 255, np.uint8)
   params = torso.init(key, image)
   np.testing.assert_allclose(
-      torso.apply(params, image),
-      torso.apply(params, np.ones((1, 2, 2, 1), np.float32)), rtol=1e-6,
+    torso.apply(params, image),
+    torso.apply(params, np.ones((1, 2, 2, 1), np.float32)),
+    rtol=1e-6,
   )
   vector = np.full((1, 4), 2, np.uint8)
   np.testing.assert_allclose(
-      torso.apply(params, vector),
-      torso.apply(params, np.full((1, 4), 2, np.float32)), rtol=1e-6,
+    torso.apply(params, vector),
+    torso.apply(params, np.full((1, 4), 2, np.float32)),
+    rtol=1e-6,
   )
 
 
 def test_first_policy_is_nearly_uniform():
   network = _network(hidden_sizes=(64, 64))
   params = network.init(jax.random.PRNGKey(0))
-  logits, _, _ = network.step(params, _observations(_VECTOR, (50,)), (),
-                              np.zeros(50, bool))
+  logits, _, _ = network.step(
+    params, _observations(_VECTOR, (50,)), (), np.zeros(50, bool)
+  )
   entropy = network.distribution.entropy(logits)
   assert np.min(entropy) > np.log(3) - 1e-3
 
@@ -193,12 +207,12 @@ def test_heads_of_each_action_spec():
   _, distribution = make(dm_specs.BoundedArray((), np.int64, 2, 5))
   assert distribution == distributions.Categorical(4, 2)
   head, distribution = make(
-      dm_specs.BoundedArray((3,), np.int32, (0, 1, 0), (1, 5, 2))
+    dm_specs.BoundedArray((3,), np.int32, (0, 1, 0), (1, 5, 2))
   )
   assert distribution == distributions.MultiCategorical((2, 5, 3), (0, 1, 0))
   assert head.num_logits == 10
   head, distribution = make(
-      dm_specs.BoundedArray((2,), np.float64, (-2, -1), (4, np.inf))
+    dm_specs.BoundedArray((2,), np.float64, (-2, -1), (4, np.inf))
   )
   assert distribution == distributions.DiagonalGaussian((2,))
   assert head.centre == (1.0, 0.0) and head.half_range == (3.0, 1.0)
@@ -209,22 +223,28 @@ def test_first_gaussian_covers_the_bounds(shape):
   action = dm_specs.BoundedArray(shape, np.float32, 2.0, 6.0)
   network = _network(action=action)
   params = network.init(jax.random.PRNGKey(0))
-  gaussian, _, _ = network.step(params, _observations(_VECTOR, (7,)), (),
-                                np.zeros(7, bool))
+  gaussian, _, _ = network.step(
+    params, _observations(_VECTOR, (7,)), (), np.zeros(7, bool)
+  )
   assert gaussian.mean.shape == gaussian.log_std.shape == (7, *shape)
   np.testing.assert_allclose(gaussian.mean, 4.0, atol=0.2)
   np.testing.assert_allclose(np.exp(gaussian.log_std), 1.0, rtol=1e-5)
 
 
-@pytest.mark.parametrize('build,message', [
+@pytest.mark.parametrize(
+  'build,message',
+  [
     (lambda: _network(torso='vit'), r"torso \('vit'\) must be"),
     (lambda: _network(core='rnn'), r"core \('rnn'\) must be"),
     (lambda: _network(torso='impala'), r'one \[H, W, C\] image'),
     (lambda: _network(action=dm_specs.Array((), np.int32)), 'bounded integers'),
-    (lambda: _network(action=dm_specs.BoundedArray((2, 2), np.int32, 0, 1)),
-     'rank 0 or 1'),
+    (
+      lambda: _network(action=dm_specs.BoundedArray((2, 2), np.int32, 0, 1)),
+      'rank 0 or 1',
+    ),
     (lambda: _network(action={'a': _DISCRETE}), 'single dm_env array spec'),
-])
+  ],
+)
 def test_refuses_what_it_cannot_build(build, message):
   with pytest.raises(ValueError, match=message):
     build()

@@ -10,11 +10,11 @@ from tunix_reverb.ops import distributions
 from tunix_reverb.ops import losses
 
 _CONFIG = {
-    'discount_factor': 0.9,
-    'rho_bar': 1.0,
-    'c_bar': 1.0,
-    'vtrace_lambda': 0.8,
-    'reward_clip': 0.0,
+  'discount_factor': 0.9,
+  'rho_bar': 1.0,
+  'c_bar': 1.0,
+  'vtrace_lambda': 0.8,
+  'reward_clip': 0.0,
 }
 
 
@@ -22,24 +22,28 @@ def _row(length=12, seed=0, **overrides):
   rng = np.random.default_rng(seed)
   normal = lambda: rng.normal(size=length).astype(np.float32)
   row = {
-      'log_probs': -np.abs(normal()),
-      'entropies': np.abs(normal()),
-      'values': normal(),
-      'rewards': normal(),
-      'discounts': np.ones(length, np.float32),
-      'behaviour_log_probs': -np.abs(normal()),
-      'loss_mask': np.ones(length, bool),
-      'segment_ids': np.ones(length, np.int32),
+    'log_probs': -np.abs(normal()),
+    'entropies': np.abs(normal()),
+    'values': normal(),
+    'rewards': normal(),
+    'discounts': np.ones(length, np.float32),
+    'behaviour_log_probs': -np.abs(normal()),
+    'loss_mask': np.ones(length, bool),
+    'segment_ids': np.ones(length, np.int32),
   }
   return row | overrides
 
 
 def _sums(row, **overrides):
   positional = [row[k] for k in ('log_probs', 'entropies', 'values')]
-  rest = {k: v for k, v in row.items()
-          if k not in ('log_probs', 'entropies', 'values')}
-  return losses.vtrace_actor_critic_loss(*positional, **rest,
-                                         **(_CONFIG | overrides))
+  rest = {
+    k: v
+    for k, v in row.items()
+    if k not in ('log_probs', 'entropies', 'values')
+  }
+  return losses.vtrace_actor_critic_loss(
+    *positional, **rest, **(_CONFIG | overrides)
+  )
 
 
 @pytest.mark.filterwarnings('ignore:Rlax softmax:PendingDeprecationWarning')
@@ -47,32 +51,38 @@ def test_matches_rlax_on_one_segment():
   logits = np.random.default_rng(3).normal(size=(12, 4)).astype(np.float32)
   actions = np.random.default_rng(4).integers(0, 4, size=12)
   policy = distributions.Categorical(4)
-  row = _row(log_probs=policy.log_prob(logits, actions),
-             entropies=policy.entropy(logits))
+  row = _row(
+    log_probs=policy.log_prob(logits, actions), entropies=policy.entropy(logits)
+  )
   sums = _sums(row)
   with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
     rho = np.exp(row['log_probs'] - row['behaviour_log_probs'])[:-1]
     output = rlax.vtrace_td_error_and_advantage(
-        row['values'][:-1], row['values'][1:], row['rewards'][:-1],
-        0.9 * row['discounts'][:-1], rho, lambda_=0.8,
+      row['values'][:-1],
+      row['values'][1:],
+      row['rewards'][:-1],
+      0.9 * row['discounts'][:-1],
+      rho,
+      lambda_=0.8,
     )
     ones = np.ones(11, np.float32)
     pg_loss = 11 * rlax.policy_gradient_loss(
-        logits[:-1], actions[:-1], output.pg_advantage, ones
+      logits[:-1], actions[:-1], output.pg_advantage, ones
     )
     entropy = -11 * rlax.entropy_loss(logits[:-1], ones)
   np.testing.assert_allclose(sums.pg_loss, pg_loss, rtol=1e-4)
   np.testing.assert_allclose(sums.entropy, entropy, rtol=1e-5)
   np.testing.assert_allclose(
-      sums.baseline_loss, 0.5 * np.sum(np.square(output.errors)), rtol=1e-5
+    sums.baseline_loss, 0.5 * np.sum(np.square(output.errors)), rtol=1e-5
   )
-  assert int(sums.count) == 11
+  assert int(sums.num_transitions) == 11
   np.testing.assert_allclose(sums.rho, rho.sum(), rtol=1e-5)
   np.testing.assert_allclose(sums.rho_squared, (rho**2).sum(), rtol=1e-5)
   assert int(sums.rho_clipped) == np.sum(rho > 1)
   np.testing.assert_allclose(sums.value, row['values'][:-1].sum(), rtol=1e-5)
-  np.testing.assert_allclose(sums.policy_kl, (rho - 1 - np.log(rho)).sum(),
-                             rtol=1e-4)
+  np.testing.assert_allclose(
+    sums.policy_kl, (rho - 1 - np.log(rho)).sum(), rtol=1e-4
+  )
 
 
 def test_gradients_flow_where_they_should():
@@ -87,7 +97,7 @@ def test_gradients_flow_where_they_should():
   assert not zero(pg['log_probs']) and zero(pg['values'])
   baseline = gradient('baseline_loss')
   assert zero(baseline['log_probs']) and not zero(baseline['values'])
-  for field in ('rho', 'rho_squared', 'value', 'policy_kl', 'count'):
+  for field in ('rho', 'rho_squared', 'value', 'policy_kl', 'num_transitions'):
     assert all(zero(g) for g in gradient(field).values()), field
 
 
@@ -98,16 +108,16 @@ def test_masked_transition_is_the_identity_in_the_trace():
   row = _row(loss_mask=mask)
   on_policy = dict(row)
   on_policy['behaviour_log_probs'] = np.where(
-      mask, row['behaviour_log_probs'], row['log_probs']
+    mask, row['behaviour_log_probs'], row['log_probs']
   )
   np.testing.assert_allclose(_sums(row), _sums(on_policy), rtol=1e-6)
-  assert int(_sums(row).count) == 8
+  assert int(_sums(row).num_transitions) == 8
   # The mask keeps the trace whole: a reward behind it still reaches the front.
   late = dict(row, rewards=row['rewards'] + 10 * (np.arange(12) == 8))
   late['rewards'] = late['rewards'].astype(np.float32)
-  first = lambda r: jax.grad(
-      lambda x: _sums(r | {'log_probs': x}).pg_loss
-  )(jnp.asarray(r['log_probs']))[0]
+  first = lambda r: jax.grad(lambda x: _sums(r | {'log_probs': x}).pg_loss)(
+    jnp.asarray(r['log_probs'])
+  )[0]
   assert abs(first(late) - first(row)) > 1e-3
 
 
@@ -117,8 +127,9 @@ def test_masked_garbage_changes_nothing():
   row = _row(loss_mask=mask)
   expected = _sums(row)
   row['log_probs'] = np.where(mask, row['log_probs'], np.nan)
-  row['behaviour_log_probs'] = np.where(mask, row['behaviour_log_probs'],
-                                        -np.inf).astype(np.float32)
+  row['behaviour_log_probs'] = np.where(
+    mask, row['behaviour_log_probs'], -np.inf
+  ).astype(np.float32)
   np.testing.assert_array_equal(_sums(row), expected)
 
 
@@ -130,16 +141,19 @@ def test_padding_contributes_nothing():
 def test_reward_clip():
   rewards = np.linspace(-5, 5, 12).astype(np.float32)
   np.testing.assert_array_equal(
-      _sums(_row(rewards=rewards), reward_clip=1.0),
-      _sums(_row(rewards=np.clip(rewards, -1, 1))),
+    _sums(_row(rewards=rewards), reward_clip=1.0),
+    _sums(_row(rewards=np.clip(rewards, -1, 1))),
   )
-  assert _sums(_row(rewards=rewards)) != _sums(_row(rewards=rewards),
-                                               reward_clip=1.0)
+  assert _sums(_row(rewards=rewards)) != _sums(
+    _row(rewards=rewards), reward_clip=1.0
+  )
 
 
 def test_sums_stay_finite_at_extreme_ratios():
-  row = _row(log_probs=np.full(12, -1.0, np.float32),
-             behaviour_log_probs=np.full(12, -1e6, np.float32))
+  row = _row(
+    log_probs=np.full(12, -1.0, np.float32),
+    behaviour_log_probs=np.full(12, -1e6, np.float32),
+  )
   assert np.isfinite(np.asarray(_sums(row))).all()
 
 

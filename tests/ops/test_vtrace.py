@@ -18,10 +18,10 @@ _TOLERANCE = {'rtol': 2e-5, 'atol': 2e-5}
 def _random_stream(length, seed=0):
   rng = np.random.default_rng(seed)
   return {
-      'values': rng.normal(size=length).astype(np.float32),
-      'rewards': rng.normal(size=length).astype(np.float32),
-      'discount_t': rng.uniform(0.5, 1, size=length).astype(np.float32),
-      'log_rhos': rng.normal(size=length).astype(np.float32),
+    'values': rng.normal(size=length).astype(np.float32),
+    'rewards': rng.normal(size=length).astype(np.float32),
+    'discount_t': rng.uniform(0.5, 1, size=length).astype(np.float32),
+    'log_rhos': rng.normal(size=length).astype(np.float32),
   }
 
 
@@ -36,12 +36,12 @@ def _is_transition(lengths, length):
   return mask
 
 
-def _oracle(values, rewards, discount_t, log_rhos, lengths, rho_bar, c_bar,
-            lambda_):
+def _oracle(
+  values, rewards, discount_t, log_rhos, lengths, rho_bar, c_bar, lambda_
+):
   """Remark 1 of Espeholt et al. 2018 as sums of products, in float64."""
   v, r, d, log_rho = (
-      np.asarray(x, np.float64)
-      for x in (values, rewards, discount_t, log_rhos)
+    np.asarray(x, np.float64) for x in (values, rewards, discount_t, log_rhos)
   )
   rho = np.exp(log_rho)
   vs, advantages = v.copy(), np.zeros_like(v)
@@ -67,37 +67,45 @@ def test_matches_float64_oracle(rho_bar, c_bar, lambda_):
   lengths, length = (7, 1, 12, 3), 30
   stream = _random_stream(length)
   output = vtrace.vtrace(
-      **stream, is_transition=_is_transition(lengths, length),
-      rho_bar=rho_bar, c_bar=c_bar, lambda_=lambda_,
+    **stream,
+    is_transition=_is_transition(lengths, length),
+    rho_bar=rho_bar,
+    c_bar=c_bar,
+    lambda_=lambda_,
   )
-  vs, advantages = _oracle(**stream, lengths=lengths, rho_bar=rho_bar,
-                           c_bar=c_bar, lambda_=lambda_)
+  vs, advantages = _oracle(
+    **stream, lengths=lengths, rho_bar=rho_bar, c_bar=c_bar, lambda_=lambda_
+  )
   np.testing.assert_allclose(output.vs, vs, **_TOLERANCE)
   np.testing.assert_allclose(output.pg_advantages, advantages, **_TOLERANCE)
-  np.testing.assert_allclose(output.errors, vs - stream['values'],
-                             **_TOLERANCE)
+  np.testing.assert_allclose(output.errors, vs - stream['values'], **_TOLERANCE)
 
 
 @hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(
-    lengths=st.lists(st.integers(0, 6), max_size=4),
-    lambda_=st.floats(0, 1),
-    rho_bar=st.floats(0.1, 5),
-    c_bar=st.floats(0, 5),
-    seed=st.integers(0, 2**16),
+  lengths=st.lists(st.integers(0, 6), max_size=4),
+  lambda_=st.floats(0, 1),
+  rho_bar=st.floats(0.1, 5),
+  c_bar=st.floats(0, 5),
+  seed=st.integers(0, 2**16),
 )
 def test_any_row_matches_float64_oracle(lengths, lambda_, rho_bar, c_bar, seed):
   length = 28  # One shape: the property runs without recompiling.
   stream = _random_stream(length, seed)
   output = _jitted(
-      **stream, is_transition=_is_transition(lengths, length),
-      rho_bar=rho_bar, c_bar=c_bar, lambda_=lambda_,
+    **stream,
+    is_transition=_is_transition(lengths, length),
+    rho_bar=rho_bar,
+    c_bar=c_bar,
+    lambda_=lambda_,
   )
-  vs, advantages = _oracle(**stream, lengths=lengths, rho_bar=rho_bar,
-                           c_bar=c_bar, lambda_=lambda_)
+  vs, advantages = _oracle(
+    **stream, lengths=lengths, rho_bar=rho_bar, c_bar=c_bar, lambda_=lambda_
+  )
   np.testing.assert_allclose(output.vs, vs, rtol=1e-3, atol=1e-3)
-  np.testing.assert_allclose(output.pg_advantages, advantages, rtol=1e-3,
-                             atol=1e-3)
+  np.testing.assert_allclose(
+    output.pg_advantages, advantages, rtol=1e-3, atol=1e-3
+  )
 
 
 _jitted = jax.jit(vtrace.vtrace)
@@ -109,44 +117,54 @@ def test_single_segment_matches_rlax(rho_bar, lambda_):
   length = 21
   stream = _random_stream(length)
   ours = vtrace.vtrace(
-      **stream, is_transition=_is_transition((length - 1,), length),
-      rho_bar=rho_bar, lambda_=lambda_,
+    **stream,
+    is_transition=_is_transition((length - 1,), length),
+    rho_bar=rho_bar,
+    lambda_=lambda_,
   )
   arguments = (
-      stream['values'][:-1], stream['values'][1:], stream['rewards'][:-1],
-      stream['discount_t'][:-1], np.exp(stream['log_rhos'][:-1]),
+    stream['values'][:-1],
+    stream['values'][1:],
+    stream['rewards'][:-1],
+    stream['discount_t'][:-1],
+    np.exp(stream['log_rhos'][:-1]),
   )
   with jax.numpy_dtype_promotion('standard'):
     theirs = rlax.vtrace_td_error_and_advantage(
-        *arguments, lambda_=lambda_, clip_rho_threshold=rho_bar,
-        clip_pg_rho_threshold=rho_bar,
+      *arguments,
+      lambda_=lambda_,
+      clip_rho_threshold=rho_bar,
+      clip_pg_rho_threshold=rho_bar,
     )
     errors = rlax.vtrace(*arguments, lambda_, rho_bar)
   np.testing.assert_allclose(ours.errors[:-1], theirs.errors, **_TOLERANCE)
   np.testing.assert_allclose(ours.errors[:-1], errors, **_TOLERANCE)
-  np.testing.assert_allclose(ours.pg_advantages[:-1], theirs.pg_advantage,
-                             **_TOLERANCE)
+  np.testing.assert_allclose(
+    ours.pg_advantages[:-1], theirs.pg_advantage, **_TOLERANCE
+  )
 
 
 def test_two_segments_equal_two_traces():
   stream = _random_stream(17)
-  both = vtrace.vtrace(**stream, is_transition=_is_transition((9, 6), 17),
-                       lambda_=0.9)
+  both = vtrace.vtrace(
+    **stream, is_transition=_is_transition((9, 6), 17), lambda_=0.9
+  )
   slices = (slice(0, 10), slice(10, 17))
   parts = [
-      vtrace.vtrace(
-          **{k: v[s] for k, v in stream.items()},
-          is_transition=_is_transition((s.stop - s.start - 1,),
-                                       s.stop - s.start),
-          lambda_=0.9,
-      )
-      for s in slices
+    vtrace.vtrace(
+      **{k: v[s] for k, v in stream.items()},
+      is_transition=_is_transition((s.stop - s.start - 1,), s.stop - s.start),
+      lambda_=0.9,
+    )
+    for s in slices
   ]
   for name in both._fields:
     np.testing.assert_allclose(
-        getattr(both, name),
-        np.concatenate([getattr(p, name) for p in parts]),
-        rtol=1e-6, atol=1e-6, err_msg=name,
+      getattr(both, name),
+      np.concatenate([getattr(p, name) for p in parts]),
+      rtol=1e-6,
+      atol=1e-6,
+      err_msg=name,
     )
 
 
@@ -156,24 +174,25 @@ def test_neighbouring_segment_does_not_leak():
   before = vtrace.vtrace(**stream, is_transition=mask)
   for name in ('values', 'rewards', 'log_rhos'):
     stream[name] = np.where(np.arange(10) >= 5, 77.0, stream[name]).astype(
-        np.float32
+      np.float32
     )
   after = vtrace.vtrace(**stream, is_transition=mask)
   np.testing.assert_array_equal(before.vs[:5], after.vs[:5])
-  np.testing.assert_array_equal(before.pg_advantages[:5],
-                                after.pg_advantages[:5])
+  np.testing.assert_array_equal(
+    before.pg_advantages[:5], after.pg_advantages[:5]
+  )
 
 
 @pytest.mark.parametrize('last_discount,expected', [(0.0, 3.0), (1.0, 103.0)])
 def test_truncation_bootstraps_and_termination_does_not(
-    last_discount, expected
+  last_discount, expected
 ):
   output = vtrace.vtrace(
-      values=np.array([0, 0, 0, 100], np.float32),
-      rewards=np.array([1, 1, 1, 50], np.float32),
-      discount_t=np.array([1, 1, last_discount, 1], np.float32),
-      log_rhos=np.zeros(4, np.float32),
-      is_transition=np.array([True, True, True, False]),
+    values=np.array([0, 0, 0, 100], np.float32),
+    rewards=np.array([1, 1, 1, 50], np.float32),
+    discount_t=np.array([1, 1, last_discount, 1], np.float32),
+    log_rhos=np.zeros(4, np.float32),
+    is_transition=np.array([True, True, True, False]),
   )
   assert output.vs[0] == expected
   assert output.pg_advantages[0] == expected
@@ -182,18 +201,20 @@ def test_truncation_bootstraps_and_termination_does_not(
 
 def test_on_policy_identity_is_the_n_step_return():
   output = vtrace.vtrace(
-      values=np.array([5, -3, 2], np.float32),
-      rewards=np.array([1, 10, 0], np.float32),
-      discount_t=np.full(3, 0.5, np.float32),
-      log_rhos=np.zeros(3, np.float32),
-      is_transition=np.array([True, True, False]),
+    values=np.array([5, -3, 2], np.float32),
+    rewards=np.array([1, 10, 0], np.float32),
+    discount_t=np.full(3, 0.5, np.float32),
+    log_rhos=np.zeros(3, np.float32),
+    is_transition=np.array([True, True, False]),
   )
   np.testing.assert_allclose(output.vs, [1 + 0.5 * 10 + 0.25 * 2, 11, 2])
 
 
 def test_whatever_lies_on_padding_stays_there():
-  stream = {k: np.full(6, np.nan, np.float32)
-            for k in ('rewards', 'discount_t', 'log_rhos')}
+  stream = {
+    k: np.full(6, np.nan, np.float32)
+    for k in ('rewards', 'discount_t', 'log_rhos')
+  }
   for x in stream.values():
     x[:3] = 0.5
   stream['values'] = np.array([1, 2, 3, 4, np.inf, np.nan], np.float32)
@@ -220,24 +241,24 @@ def test_computes_in_float32_whatever_the_inputs():
   full = {k: v.astype(jnp.float32) for k, v in half.items()}
   assert output.vs.dtype == jnp.float32
   np.testing.assert_array_equal(
-      output.vs, vtrace.vtrace(**full, is_transition=mask).vs
+    output.vs, vtrace.vtrace(**full, is_transition=mask).vs
   )
 
 
 def test_no_gradient_flows_through_targets():
   stream = _random_stream(5)
   fn = functools.partial(vtrace.vtrace, is_transition=_is_transition((4,), 5))
-  gradients = jax.grad(
-      lambda s: sum(jnp.sum(x) for x in fn(**s))
-  )({k: jnp.asarray(v) for k, v in stream.items()})
+  gradients = jax.grad(lambda s: sum(jnp.sum(x) for x in fn(**s)))(
+    {k: jnp.asarray(v) for k, v in stream.items()}
+  )
   for g in gradients.values():
     np.testing.assert_array_equal(g, 0)
 
 
 def test_transition_mask():
   np.testing.assert_array_equal(
-      vtrace.transition_mask(jnp.array([1, 1, 1, 2, 2, 3, 0, 0])),
-      [True, True, False, True, False, False, False, False],
+    vtrace.transition_mask(jnp.array([1, 1, 1, 2, 2, 3, 0, 0])),
+    [True, True, False, True, False, False, False, False],
   )
 
 

@@ -14,22 +14,37 @@ P = mesh_lib.PartitionSpec
 def _batch(rows):
   ones = np.ones((rows, 3), np.float32)
   return types.Batch(
-      {'a': np.arange(rows * 6, dtype=np.float32).reshape(rows, 3, 2)},
-      ones, ones, ones, ones, ones, ones > 0, ones.astype(np.int32),
-      ones.astype(np.int32), (),
+    {'a': np.arange(rows * 6, dtype=np.float32).reshape(rows, 3, 2)},
+    ones,
+    ones,
+    ones,
+    ones,
+    ones,
+    ones > 0,
+    ones.astype(np.int32),
+    ones.astype(np.int32),
+    (),
   )
 
 
 def test_axes_are_in_order_and_named():
-  mesh = mesh_lib.make_mesh(jax.devices()[:8], data=2, fsdp=1, sequence=2,
-                            tensor=2)
+  mesh = mesh_lib.make_mesh(
+    jax.devices()[:8], data=2, fsdp=1, sequence=2, tensor=2
+  )
   assert mesh.axis_names == ('data', 'fsdp', 'sequence', 'tensor')
   assert dict(mesh.shape) == {'data': 2, 'fsdp': 1, 'sequence': 2, 'tensor': 2}
   assert mesh_lib.num_batch_shards(mesh) == 2
 
 
-@pytest.mark.parametrize('sizes', [{'data': 3}, {'data': 4, 'tensor': 4},
-                                   {'data': 0}, {'data': -8, 'fsdp': -1}])
+@pytest.mark.parametrize(
+  'sizes',
+  [
+    {'data': 3},
+    {'data': 4, 'tensor': 4},
+    {'data': 0},
+    {'data': -8, 'fsdp': -1},
+  ],
+)
 def test_refuses_sizes_that_do_not_fit(sizes):
   with pytest.raises(ValueError, match='must multiply to the number of'):
     mesh_lib.make_mesh(jax.devices()[:8], **sizes)
@@ -63,19 +78,19 @@ def test_global_norm_and_psum_see_whole_arrays():
   mesh = mesh_lib.make_mesh(jax.devices()[:8], data=2, fsdp=2, tensor=2)
   specs = {'split': P(mesh_lib.FSDP, mesh_lib.TENSOR), 'whole': P()}
   tree = {
-      'split': np.arange(16, dtype=np.float32).reshape(4, 4),
-      'whole': np.arange(3, dtype=np.float32),
+    'split': np.arange(16, dtype=np.float32).reshape(4, 4),
+    'whole': np.arange(3, dtype=np.float32),
   }
 
   def fn(tree):
     return (
-        mesh_lib.global_norm(tree, specs),
-        mesh_lib.psum_over_batch(tree, specs),
+      mesh_lib.global_norm(tree, specs),
+      mesh_lib.psum_over_batch(tree, specs),
     )
 
-  norm, sums = jax.jit(mesh_lib.shard_map(
-      fn, mesh=mesh, in_specs=(specs,), out_specs=(P(), specs)
-  ))(tree)
+  norm, sums = jax.jit(
+    mesh_lib.shard_map(fn, mesh=mesh, in_specs=(specs,), out_specs=(P(), specs))
+  )(tree)
   leaves = jax.tree_util.tree_leaves(tree)
   expected = np.sqrt(sum(np.sum(np.square(x)) for x in leaves))
   np.testing.assert_allclose(norm, expected, rtol=1e-6)
@@ -92,7 +107,9 @@ def test_gradient_of_a_share_then_psum_is_the_global_gradient():
     gradient = jax.grad(lambda w: jnp.sum(w * x) / 8)(w)
     return mesh_lib.psum_over_batch(gradient, mesh_lib.replicated_spec())
 
-  gradient = jax.jit(mesh_lib.shard_map(
+  gradient = jax.jit(
+    mesh_lib.shard_map(
       fn, mesh=mesh, in_specs=(P(), mesh_lib.batch_spec()), out_specs=P()
-  ))(jnp.float32(1), x)
+    )
+  )(jnp.float32(1), x)
   np.testing.assert_allclose(gradient, x.mean())

@@ -7,13 +7,15 @@ Only a sealed checkpoint whose files still match is ever loaded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Mapping
 import json
 import logging
 import os
 import pathlib
 import shutil
 import threading
-from typing import Any, Callable, Mapping
+from typing import Any
 import zlib
 
 import jax
@@ -35,9 +37,7 @@ class LearnerCheckpointer:
   One writer per directory. Not thread-safe: one thread calls it.
   """
 
-  def __init__(
-      self, directory: str | os.PathLike[str], *, max_to_keep: int
-  ):
+  def __init__(self, directory: str | os.PathLike[str], *, max_to_keep: int):
     """Reads nothing yet; `save` creates the directory.
 
     Args:
@@ -49,16 +49,14 @@ class LearnerCheckpointer:
     self._directory = pathlib.Path(directory).absolute()
     self._max_to_keep = max_to_keep
     self._checkpointer = ocp.AsyncCheckpointer(
-        ocp.CompositeCheckpointHandler('state', 'metadata')
+      ocp.CompositeCheckpointHandler('state', 'metadata')
     )
     self._thread: threading.Thread | None = None
     self._failure: Exception | None = None
     self._saving: pathlib.Path | None = None
     self._damaged: set[int] = set()
 
-  def save(
-      self, step: int, state: types.Nest, metadata: Metadata
-  ) -> bool:
+  def save(self, step: int, state: types.Nest, metadata: Metadata) -> bool:
     """Starts to save; returns once the state may be donated or changed.
 
     Args:
@@ -84,12 +82,12 @@ class LearnerCheckpointer:
     try:
       self._directory.mkdir(parents=True, exist_ok=True)
       self._checkpointer.save(
-          path,
-          args=ocp.args.Composite(
-              state=ocp.args.StandardSave(state),
-              metadata=ocp.args.JsonSave(dict(metadata)),
-          ),
-          force=True,
+        path,
+        args=ocp.args.Composite(
+          state=ocp.args.StandardSave(state),
+          metadata=ocp.args.JsonSave(dict(metadata)),
+        ),
+        force=True,
       )
     except Exception as e:
       self._remove_incomplete()
@@ -97,7 +95,7 @@ class LearnerCheckpointer:
     self._damaged.discard(step)
     self._saving = path
     self._thread = threading.Thread(
-        target=self._finish, args=(path,), name='checkpoint_seal', daemon=True
+      target=self._finish, args=(path,), name='checkpoint_seal', daemon=True
     )
     self._thread.start()
     return True
@@ -119,8 +117,8 @@ class LearnerCheckpointer:
       self._thread.join(timeout_s)
       if self._thread.is_alive():
         raise errors.DeadlineExceededError(
-            f'checkpointer waited {timeout_s:g} s for {self._saving} to be '
-            'written; the disk is slower than this or hangs'
+          f'checkpointer waited {timeout_s:g} s for {self._saving} to be '
+          'written; the disk is slower than this or hangs'
         )
     self.check()
 
@@ -159,8 +157,8 @@ class LearnerCheckpointer:
 
     def restore(path: pathlib.Path) -> tuple[types.Nest, Metadata]:
       restored = self._checkpointer.restore(
-          path,
-          args=ocp.args.Composite(state=ocp.args.StandardRestore(template)),
+        path,
+        args=ocp.args.Composite(state=ocp.args.StandardRestore(template)),
       )
       return restored['state'], self._restore_metadata(path)
 
@@ -168,7 +166,7 @@ class LearnerCheckpointer:
 
   def _restore_metadata(self, path: pathlib.Path) -> Metadata:
     return self._checkpointer.restore(
-        path, args=ocp.args.Composite(metadata=ocp.args.JsonRestore())
+      path, args=ocp.args.Composite(metadata=ocp.args.JsonRestore())
     )['metadata']
 
   def _newest(self, load: Callable[[pathlib.Path], Any]) -> Any:
@@ -186,18 +184,19 @@ class LearnerCheckpointer:
         continue
       if reasons:
         logging.getLogger(__name__).warning(
-            'Fell back to checkpoint %s; not loadable: %s',
-            path, '; '.join(reasons),
+          'Fell back to checkpoint %s; not loadable: %s',
+          path,
+          '; '.join(reasons),
         )
       return result
     if not reasons:
       raise errors.CheckpointError(
-          f'no checkpoint in {self._directory}; name the directory that a '
-          'learner has saved to'
+        f'no checkpoint in {self._directory}; name the directory that a '
+        'learner has saved to'
       )
     raise errors.CheckpointError(
-        f'no checkpoint in {self._directory} can be loaded; tried '
-        + '; '.join(reasons)
+      f'no checkpoint in {self._directory} can be loaded; tried '
+      + '; '.join(reasons)
     )
 
   def _finish(self, path: pathlib.Path) -> None:
@@ -236,29 +235,29 @@ class LearnerCheckpointer:
     if not self._directory.is_dir():
       return []
     return sorted(
-        int(p.name) for p in self._directory.iterdir() if p.name.isdigit()
+      int(p.name) for p in self._directory.iterdir() if p.name.isdigit()
     )
 
   def _path(self, step: int) -> pathlib.Path:
     return self._directory / str(step)
 
   def _write_error(
-      self, path: pathlib.Path | None, cause: Exception
+    self, path: pathlib.Path | None, cause: Exception
   ) -> errors.CheckpointError:
     steps = self.steps()
     return errors.CheckpointError(
-        f'checkpoint {path} could not be written: {_one_line(cause)}; free '
-        'space or make the directory writable. The newest complete checkpoint '
-        f'is {steps[-1] if steps else "none"}'
+      f'checkpoint {path} could not be written: {_one_line(cause)}; free '
+      'space or make the directory writable. The newest complete checkpoint '
+      f'is {steps[-1] if steps else "none"}'
     )
 
 
 def _seal(path: pathlib.Path) -> None:
   """Writes sizes and checksums of all files of a finished checkpoint."""
   sums = {
-      str(p.relative_to(path)): [p.stat().st_size, _crc32(p)]
-      for p in sorted(path.rglob('*'))
-      if p.is_file()
+    str(p.relative_to(path)): [p.stat().st_size, _crc32(p)]
+    for p in sorted(path.rglob('*'))
+    if p.is_file()
   }
   tmp = path / f'{_SEAL}.tmp'
   with open(tmp, 'w', encoding='utf-8') as f:
@@ -280,7 +279,7 @@ def _verify(path: pathlib.Path) -> None:
       raise ValueError(f'{name} is absent')
     if file.stat().st_size != size:
       raise ValueError(
-          f'{name} has {file.stat().st_size} bytes instead of {size}'
+        f'{name} has {file.stat().st_size} bytes instead of {size}'
       )
     if _crc32(file) != crc32:
       raise ValueError(f'the checksum of {name} differs')
@@ -295,6 +294,8 @@ def _crc32(path: pathlib.Path) -> int:
 
 
 def _one_line(e: Exception) -> str:
-  """The start of an error's text; Orbax's run over pages."""
+  """The start of an error's text; those of Orbax and TensorStore are long."""
   text = ' '.join(str(e).split()) or type(e).__name__
+  if 'No space left on device' in text:
+    return 'no space left on the device'
   return text if len(text) <= 300 else text[:297] + '...'

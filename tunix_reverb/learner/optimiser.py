@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, NamedTuple
+from collections.abc import Callable
+from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,8 @@ import optax
 
 from tunix_reverb import types
 from tunix_reverb.sharding import mesh as mesh_lib
+
+_REPLICATED = mesh_lib.replicated_spec()
 
 
 class Optimiser(NamedTuple):
@@ -28,13 +32,13 @@ class Optimiser(NamedTuple):
 
 
 def make_optimiser(
-    *,
-    learning_rate: float,
-    learning_rate_end: float,
-    decay_steps: int,
-    max_grad_norm: float,
-    adam_epsilon: float = 1e-5,
-    param_specs: types.Nest = mesh_lib.replicated_spec(),
+  *,
+  learning_rate: float,
+  learning_rate_end: float,
+  decay_steps: int,
+  max_grad_norm: float,
+  adam_epsilon: float = 1e-5,
+  param_specs: types.Nest = _REPLICATED,
 ) -> Optimiser:
   """Builds the optimiser.
 
@@ -48,12 +52,12 @@ def make_optimiser(
     param_specs: `PartitionSpec` of the params, one or a nest.
   """
   schedule = optax.linear_schedule(
-      learning_rate, learning_rate * learning_rate_end, decay_steps
+    learning_rate, learning_rate * learning_rate_end, decay_steps
   )
   chain = optax.chain(
-      clip_by_global_norm(max_grad_norm, param_specs),
-      optax.scale_by_adam(eps=adam_epsilon),
-      optax.scale_by_learning_rate(schedule),
+    clip_by_global_norm(max_grad_norm, param_specs),
+    optax.scale_by_adam(eps=adam_epsilon),
+    optax.scale_by_learning_rate(schedule),
   )
 
   def update(gradients, state, params):
@@ -70,7 +74,7 @@ def make_optimiser(
 
 
 def clip_by_global_norm(
-    max_norm: float, param_specs: types.Nest
+  max_norm: float, param_specs: types.Nest
 ) -> optax.GradientTransformation:
   """`optax.clip_by_global_norm` that is right inside `shard_map`.
 
@@ -82,7 +86,7 @@ def clip_by_global_norm(
     norm = mesh_lib.global_norm(updates, param_specs)
     scale = max_norm / jnp.maximum(norm, max_norm)
     updates = jax.tree_util.tree_map(
-        lambda g: g * scale.astype(g.dtype), updates
+      lambda g: g * scale.astype(g.dtype), updates
     )
     return updates, state
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Mapping
 import dataclasses
 import functools
-from typing import Any, Callable, Mapping, NamedTuple
+from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +20,18 @@ from tunix_reverb.ops import losses
 from tunix_reverb.sharding import mesh as mesh_lib
 
 METRIC_NAMES = (
-    'loss',
-    'pg_loss',
-    'baseline_loss',
-    'entropy',
-    'grad_norm',
-    'param_norm',
-    'rho_mean',
-    'rho_clipped_fraction',
-    'ess',
-    'value_mean',
-    'learning_rate',
-    'non_finite_updates',
+  'loss',
+  'pg_loss',
+  'baseline_loss',
+  'entropy',
+  'grad_norm',
+  'param_norm',
+  'rho_mean',
+  'rho_clipped_fraction',
+  'ess',
+  'value_mean',
+  'learning_rate',
+  'non_finite_updates',
 )
 
 
@@ -70,11 +73,11 @@ Update = Callable[[LearnerState, types.Batch], tuple[LearnerState, Metrics]]
 
 
 def init_state(
-    network: policy_network.PolicyNetwork,
-    optimiser: optimiser_lib.Optimiser,
-    mesh: jax.sharding.Mesh,
-    *,
-    key: jax.Array,
+  network: policy_network.PolicyNetwork,
+  optimiser: optimiser_lib.Optimiser,
+  mesh: jax.sharding.Mesh,
+  *,
+  key: jax.Array,
 ) -> LearnerState:
   """A fresh state on every device of the mesh."""
   sharding = jax.sharding.NamedSharding(mesh, mesh_lib.replicated_spec())
@@ -83,26 +86,26 @@ def init_state(
 
 
 def abstract_state(
-    network: policy_network.PolicyNetwork,
-    optimiser: optimiser_lib.Optimiser,
-    mesh: jax.sharding.Mesh,
+  network: policy_network.PolicyNetwork,
+  optimiser: optimiser_lib.Optimiser,
+  mesh: jax.sharding.Mesh,
 ) -> LearnerState:
   """`LearnerState` of `jax.ShapeDtypeStruct`: a template to restore into."""
   sharding = jax.sharding.NamedSharding(mesh, mesh_lib.replicated_spec())
   return jax.tree_util.tree_map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-      jax.eval_shape(
-          functools.partial(_fresh_state, network, optimiser),
-          jax.ShapeDtypeStruct((2,), jnp.uint32),
-      ),
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+    jax.eval_shape(
+      functools.partial(_fresh_state, network, optimiser),
+      jax.ShapeDtypeStruct((2,), jnp.uint32),
+    ),
   )
 
 
 def make_update(
-    network: policy_network.PolicyNetwork,
-    optimiser: optimiser_lib.Optimiser,
-    mesh: jax.sharding.Mesh,
-    loss_config: LossConfig,
+  network: policy_network.PolicyNetwork,
+  optimiser: optimiser_lib.Optimiser,
+  mesh: jax.sharding.Mesh,
+  loss_config: LossConfig,
 ) -> Update:
   """Compiles to one `shard_map` over the mesh; the state is donated.
 
@@ -129,87 +132,85 @@ def make_update(
     return _apply(optimiser, state, grads, loss, sums)
 
   sharded = mesh_lib.shard_map(
-      update,
-      mesh=mesh,
-      in_specs=(mesh_lib.replicated_spec(), mesh_lib.batch_spec()),
-      out_specs=mesh_lib.replicated_spec(),
+    update,
+    mesh=mesh,
+    in_specs=(mesh_lib.replicated_spec(), mesh_lib.batch_spec()),
+    out_specs=mesh_lib.replicated_spec(),
   )
   return jax.jit(sharded, donate_argnums=(0,))
 
 
 def batch_loss_sums(
-    network: policy_network.PolicyNetwork,
-    loss_config: LossConfig,
-    params: types.Nest,
-    batch: types.Batch,
+  network: policy_network.PolicyNetwork,
+  loss_config: LossConfig,
+  params: types.Nest,
+  batch: types.Batch,
 ) -> losses.LossSums:
   """The loss sums of a batch [B, L], unnormalised."""
   distribution_params, values = network.unroll(
-      params,
-      batch.observation,
-      batch.core_state,
-      batch.segment_ids,
-      batch.segment_positions,
+    params,
+    batch.observation,
+    batch.core_state,
+    batch.segment_ids,
+    batch.segment_positions,
   )
   row_sums = jax.vmap(
-      lambda log_probs, entropies, values, row: (
-          losses.vtrace_actor_critic_loss(
-              log_probs,
-              entropies,
-              values,
-              **row,
-              discount_factor=loss_config.discount_factor,
-              rho_bar=loss_config.rho_bar,
-              c_bar=loss_config.c_bar,
-              vtrace_lambda=loss_config.vtrace_lambda,
-              reward_clip=loss_config.reward_clip,
-          )
-      )
-  )(
-      network.distribution.log_prob(distribution_params, batch.action),
-      network.distribution.entropy(distribution_params),
+    lambda log_probs, entropies, values, row: losses.vtrace_actor_critic_loss(
+      log_probs,
+      entropies,
       values,
-      {
-          'rewards': batch.reward,
-          'discounts': batch.discount,
-          'behaviour_log_probs': batch.behaviour_log_prob,
-          'loss_mask': batch.loss_mask,
-          'segment_ids': batch.segment_ids,
-      },
+      **row,
+      discount_factor=loss_config.discount_factor,
+      rho_bar=loss_config.rho_bar,
+      c_bar=loss_config.c_bar,
+      vtrace_lambda=loss_config.vtrace_lambda,
+      reward_clip=loss_config.reward_clip,
+    )
+  )(
+    network.distribution.log_prob(distribution_params, batch.action),
+    network.distribution.entropy(distribution_params),
+    values,
+    {
+      'rewards': batch.reward,
+      'discounts': batch.discount,
+      'behaviour_log_probs': batch.behaviour_log_prob,
+      'loss_mask': batch.loss_mask,
+      'segment_ids': batch.segment_ids,
+    },
   )
   return jax.tree_util.tree_map(jnp.sum, row_sums)
 
 
 def total_loss(
-    loss_config: LossConfig, sums: losses.LossSums, count: jax.Array
+  loss_config: LossConfig, sums: losses.LossSums, count: jax.Array
 ) -> jax.Array:
   """f32 []; with one device's sums and the global count, its share of it."""
   return (
-      sums.pg_loss
-      + loss_config.baseline_cost * sums.baseline_loss
-      - loss_config.entropy_cost * sums.entropy
+    sums.pg_loss
+    + loss_config.baseline_cost * sums.baseline_loss
+    - loss_config.entropy_cost * sums.entropy
   ) / count
 
 
 def _fresh_state(
-    network: policy_network.PolicyNetwork,
-    optimiser: optimiser_lib.Optimiser,
-    key: jax.Array,
+  network: policy_network.PolicyNetwork,
+  optimiser: optimiser_lib.Optimiser,
+  key: jax.Array,
 ) -> LearnerState:
   init_key, key = jax.random.split(key)
   params = network.init(init_key)
   # Three arrays, not one used thrice: a donated buffer may be used once.
   counter = lambda: jnp.zeros((), jnp.int32)
   return LearnerState(
-      params, optimiser.init(params), counter(), key, counter(), counter()
+    params, optimiser.init(params), counter(), key, counter(), counter()
   )
 
 
 def _gradients(
-    network: policy_network.PolicyNetwork,
-    loss_config: LossConfig,
-    params: types.Nest,
-    batch: types.Batch,
+  network: policy_network.PolicyNetwork,
+  loss_config: LossConfig,
+  params: types.Nest,
+  batch: types.Batch,
 ) -> tuple[types.Nest, jax.Array, losses.LossSums]:
   """Global gradients, loss and sums; inside `shard_map`."""
   specs = mesh_lib.replicated_spec()
@@ -218,67 +219,67 @@ def _gradients(
     sums = batch_loss_sums(network, loss_config, params, batch)
     # No gradient flows into the count. At least 1: a batch without a single
     # transition that counts is a no-op, not 0 / 0.
-    count = jax.lax.psum(sums.count, mesh_lib.BATCH_AXES)
+    count = jax.lax.psum(sums.num_transitions, mesh_lib.BATCH_AXES)
     return total_loss(loss_config, sums, jnp.maximum(count, 1.0)), sums
 
   grads, sums = jax.grad(loss_share, has_aux=True)(params)
   grads = mesh_lib.psum_over_batch(grads, specs)
   sums = jax.lax.psum(sums, mesh_lib.BATCH_AXES)
-  loss = total_loss(loss_config, sums, jnp.maximum(sums.count, 1.0))
+  loss = total_loss(loss_config, sums, jnp.maximum(sums.num_transitions, 1.0))
   return grads, loss, sums
 
 
 def _apply(
-    optimiser: optimiser_lib.Optimiser,
-    state: LearnerState,
-    grads: types.Nest,
-    loss: jax.Array,
-    sums: losses.LossSums,
+  optimiser: optimiser_lib.Optimiser,
+  state: LearnerState,
+  grads: types.Nest,
+  loss: jax.Array,
+  sums: losses.LossSums,
 ) -> tuple[LearnerState, Metrics]:
   """Takes the step, unless something is not finite; inside `shard_map`."""
   specs = mesh_lib.replicated_spec()
   grad_norm = mesh_lib.global_norm(grads, specs)
   is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
   updates, optimiser_state = optimiser.update(
-      grads, state.optimiser_state, state.params
+    grads, state.optimiser_state, state.params
   )
   params = optax.apply_updates(state.params, updates)
   # Also skipped: a batch in which nothing counts would decay Adam's moments
   # and move the params on momentum alone.
-  take = is_finite & (sums.count > 0)
+  take = is_finite & (sums.num_transitions > 0)
   params, optimiser_state = jax.tree_util.tree_map(
-      lambda new, old: jnp.where(take, new, old),
-      (params, optimiser_state),
-      (state.params, state.optimiser_state),
+    lambda new, old: jnp.where(take, new, old),
+    (params, optimiser_state),
+    (state.params, state.optimiser_state),
   )
   skipped = (~is_finite).astype(jnp.int32)
   new_state = LearnerState(
-      params=params,
-      optimiser_state=optimiser_state,
-      learner_step=state.learner_step + 1,
-      key=jax.random.split(state.key, 1)[0],
-      non_finite_updates=skipped * (state.non_finite_updates + 1),
-      non_finite_total=state.non_finite_total + skipped,
+    params=params,
+    optimiser_state=optimiser_state,
+    learner_step=state.learner_step + 1,
+    key=jax.random.split(state.key, 1)[0],
+    non_finite_updates=skipped * (state.non_finite_updates + 1),
+    non_finite_total=state.non_finite_total + skipped,
   )
   metrics = _metrics(loss, sums) | {
-      'grad_norm': grad_norm,
-      'param_norm': mesh_lib.global_norm(params, specs),
-      'learning_rate': optimiser.learning_rate(state.optimiser_state),
-      'non_finite_updates': new_state.non_finite_updates.astype(jnp.float32),
+    'grad_norm': grad_norm,
+    'param_norm': mesh_lib.global_norm(params, specs),
+    'learning_rate': optimiser.learning_rate(state.optimiser_state),
+    'non_finite_updates': new_state.non_finite_updates.astype(jnp.float32),
   }
   return new_state, metrics
 
 
 def _metrics(loss: jax.Array, sums: losses.LossSums) -> dict[str, jax.Array]:
-  count = jnp.maximum(sums.count, 1.0)
+  count = jnp.maximum(sums.num_transitions, 1.0)
   return {
-      'loss': loss,
-      'pg_loss': sums.pg_loss / count,
-      'baseline_loss': sums.baseline_loss / count,
-      'entropy': sums.entropy / count,
-      'rho_mean': sums.rho / count,
-      'rho_clipped_fraction': sums.rho_clipped / count,
-      # A fraction of the transitions; the offset only matters when all are 0.
-      'ess': jnp.square(sums.rho) / (count * sums.rho_squared + 1e-20),
-      'value_mean': sums.value / count,
+    'loss': loss,
+    'pg_loss': sums.pg_loss / count,
+    'baseline_loss': sums.baseline_loss / count,
+    'entropy': sums.entropy / count,
+    'rho_mean': sums.rho / count,
+    'rho_clipped_fraction': sums.rho_clipped / count,
+    # A fraction of the transitions; the offset only matters when all are 0.
+    'ess': jnp.square(sums.rho) / (count * sums.rho_squared + 1e-20),
+    'value_mean': sums.value / count,
   }

@@ -23,13 +23,13 @@ class FeedForward(nn.Module):
     return ()
 
   def step(
-      self, features: jax.Array, state: types.Nest
+    self, features: jax.Array, state: types.Nest
   ) -> tuple[jax.Array, types.Nest]:
     """See `_Recurrent.step`."""
     return features, state
 
   def unroll(
-      self, features: jax.Array, initial_state: types.Nest, is_start: jax.Array
+    self, features: jax.Array, initial_state: types.Nest, is_start: jax.Array
   ) -> jax.Array:
     """See `_Recurrent.unroll`."""
     del initial_state, is_start
@@ -50,19 +50,19 @@ class _Recurrent(nn.Module):
     raise NotImplementedError
 
   def advance(
-      self, projected: jax.Array, state: types.Nest
+    self, projected: jax.Array, state: types.Nest
   ) -> tuple[jax.Array, types.Nest]:
     """([K, G], state of [K, H]) -> (output [K, H], next state)."""
     raise NotImplementedError
 
   def step(
-      self, features: jax.Array, state: types.Nest
+    self, features: jax.Array, state: types.Nest
   ) -> tuple[jax.Array, types.Nest]:
     """One position of K streams: [K, D] -> (output [K, H], next state)."""
     return self.advance(self.project(features), state)
 
   def unroll(
-      self, features: jax.Array, initial_state: types.Nest, is_start: jax.Array
+    self, features: jax.Array, initial_state: types.Nest, is_start: jax.Array
   ) -> jax.Array:
     """All positions of K rows.
 
@@ -77,16 +77,18 @@ class _Recurrent(nn.Module):
     """
     time_major = lambda x: jnp.swapaxes(x, 0, 1)
     inputs = jax.tree_util.tree_map(
-        time_major, (self.project(features), initial_state, is_start)
+      time_major, (self.project(features), initial_state, is_start)
     )
     zeros = jax.tree_util.tree_map(
-        lambda x: jnp.zeros_like(x[:, 0]), initial_state
+      lambda x: jnp.zeros_like(x[:, 0]), initial_state
     )
 
-    def body(state, inputs):
+    def body(
+      state: types.Nest, inputs: tuple[jax.Array, types.Nest, jax.Array]
+    ) -> tuple[types.Nest, jax.Array]:
       projected, initial, is_start = inputs
       output, state = self.advance(
-          projected, select_state(is_start, initial, state)
+        projected, select_state(is_start, initial, state)
       )
       return state, output
 
@@ -97,12 +99,12 @@ class _Recurrent(nn.Module):
 class LSTM(_Recurrent):
   """Long short-term memory (Hochreiter & Schmidhuber 1997), forget bias 1."""
 
-  def setup(self):
+  def setup(self) -> None:
     self.input = nn.Dense(4 * self.size)
     self.recurrent_kernel = self.param(
-        'recurrent_kernel',
-        nn.initializers.lecun_normal(),
-        (self.size, 4 * self.size),
+      'recurrent_kernel',
+      nn.initializers.lecun_normal(),
+      (self.size, 4 * self.size),
     )
 
   def state_spec(self) -> types.Nest:
@@ -113,7 +115,7 @@ class LSTM(_Recurrent):
     return self.input(features)
 
   def advance(
-      self, projected: jax.Array, state: types.Nest
+    self, projected: jax.Array, state: types.Nest
   ) -> tuple[jax.Array, types.Nest]:
     gates = projected + state['hidden'] @ self.recurrent_kernel
     i, f, g, o = jnp.split(gates, 4, axis=-1)
@@ -125,12 +127,12 @@ class LSTM(_Recurrent):
 class GRU(_Recurrent):
   """Gated recurrent unit (Cho et al. 2014), reset after the product."""
 
-  def setup(self):
+  def setup(self) -> None:
     self.input = nn.Dense(3 * self.size)
     self.recurrent_kernel = self.param(
-        'recurrent_kernel',
-        nn.initializers.lecun_normal(),
-        (self.size, 3 * self.size),
+      'recurrent_kernel',
+      nn.initializers.lecun_normal(),
+      (self.size, 3 * self.size),
     )
 
   def state_spec(self) -> types.Nest:
@@ -140,13 +142,11 @@ class GRU(_Recurrent):
     return self.input(features)
 
   def advance(
-      self, projected: jax.Array, state: types.Nest
+    self, projected: jax.Array, state: types.Nest
   ) -> tuple[jax.Array, types.Nest]:
     hidden = state['hidden']
     r_in, z_in, n_in = jnp.split(projected, 3, axis=-1)
-    r_rec, z_rec, n_rec = jnp.split(
-        hidden @ self.recurrent_kernel, 3, axis=-1
-    )
+    r_rec, z_rec, n_rec = jnp.split(hidden @ self.recurrent_kernel, 3, axis=-1)
     z = nn.sigmoid(z_in + z_rec)
     candidate = jnp.tanh(n_in + nn.sigmoid(r_in + r_rec) * n_rec)
     hidden = (1.0 - z) * candidate + z * hidden
@@ -154,15 +154,15 @@ class GRU(_Recurrent):
 
 
 def select_state(
-    condition: jax.Array, on_true: types.Nest, on_false: types.Nest
+  condition: jax.Array, on_true: types.Nest, on_false: types.Nest
 ) -> types.Nest:
   """Leaf by leaf [K, ...], `on_true` where `condition` bool [K]."""
   return jax.tree_util.tree_map(
-      lambda a, b: jnp.where(
-          condition.reshape(condition.shape + (1,) * (a.ndim - 1)), a, b
-      ),
-      on_true,
-      on_false,
+    lambda a, b: jnp.where(
+      condition.reshape(condition.shape + (1,) * (a.ndim - 1)), a, b
+    ),
+    on_true,
+    on_false,
   )
 
 

@@ -45,7 +45,7 @@ class GaussianHead(nn.Module):
     size = math.prod(self.shape)
     mean = _policy_layer(size, 'mean')(features)
     log_std = self.param(
-        'log_std', nn.initializers.constant(math.log(_INITIAL_STD)), (size,)
+      'log_std', nn.initializers.constant(math.log(_INITIAL_STD)), (size,)
     )
     # Without the clip a confident policy's density, and with it the ratios,
     # grow without bound.
@@ -57,8 +57,8 @@ class GaussianHead(nn.Module):
     log_std = per_dim(log_std + np.log(half_range))
     batch_shape = features.shape[:-1]
     return distributions.GaussianParams(
-        mean.reshape(*batch_shape, *self.shape),
-        log_std.reshape(*batch_shape, *self.shape),
+      mean.reshape(*batch_shape, *self.shape),
+      log_std.reshape(*batch_shape, *self.shape),
     )
 
 
@@ -71,7 +71,7 @@ class ValueHead(nn.Module):
 
 
 def make_policy_head(
-    action_spec: Any,
+  action_spec: Any,
 ) -> tuple[nn.Module, distributions.Distribution]:
   """The head and the distribution for an action spec.
 
@@ -83,26 +83,27 @@ def make_policy_head(
   """
   if not isinstance(action_spec, specs.Array):
     raise ValueError(
-        f'action_spec ({action_spec!r}) must be a single dm_env array spec; '
-        'flatten nested actions in the environment'
+      f'action_spec ({action_spec!r}) must be a single dm_env array spec; '
+      'flatten nested actions in the environment'
     )
   if np.issubdtype(action_spec.dtype, np.floating):
     return _gaussian(action_spec)
   if (
-      not np.issubdtype(action_spec.dtype, np.integer)
-      or not isinstance(action_spec, specs.BoundedArray)
-      or len(action_spec.shape) > 1
+    not np.issubdtype(action_spec.dtype, np.integer)
+    or not isinstance(action_spec, specs.BoundedArray)
+    or len(action_spec.shape) > 1
   ):
     raise ValueError(
-        f'action_spec ({action_spec!r}) must be bounded integers of rank 0 or '
-        '1, or floats'
+      f'action_spec ({action_spec!r}) must be bounded integers of rank 0 or '
+      '1, or floats'
     )
   low = np.broadcast_to(action_spec.minimum, action_spec.shape)
   high = np.broadcast_to(action_spec.maximum, action_spec.shape)
   num_values = high.astype(np.int64) - low + 1
+  distribution: distributions.Distribution
   if action_spec.shape:
     distribution = distributions.MultiCategorical(
-        tuple(num_values.tolist()), tuple(low.tolist())
+      tuple(num_values.tolist()), tuple(low.tolist())
     )
   else:
     distribution = distributions.Categorical(int(num_values), int(low))
@@ -110,10 +111,9 @@ def make_policy_head(
 
 
 def _gaussian(
-    action_spec: specs.Array,
+  action_spec: specs.Array,
 ) -> tuple[nn.Module, distributions.Distribution]:
   shape = tuple(action_spec.shape)
-  size = math.prod(shape)
   low = np.broadcast_to(getattr(action_spec, 'minimum', -np.inf), shape)
   high = np.broadcast_to(getattr(action_spec, 'maximum', np.inf), shape)
   low, high = low.astype(np.float64).ravel(), high.astype(np.float64).ravel()
@@ -121,15 +121,14 @@ def _gaussian(
   low, high = np.where(bounded, low, -1.0), np.where(bounded, high, 1.0)
   centre, half_range = (low + high) / 2, (high - low) / 2
   head = GaussianHead(shape, tuple(centre.tolist()), tuple(half_range.tolist()))
-  assert size == len(head.centre)
   return head, distributions.DiagonalGaussian(shape)
 
 
 def _policy_layer(size: int, name: str) -> nn.Dense:
   return nn.Dense(
-      size,
-      kernel_init=nn.initializers.variance_scaling(
-          _POLICY_INIT_SCALE**2, 'fan_in', 'truncated_normal'
-      ),
-      name=name,
+    size,
+    kernel_init=nn.initializers.variance_scaling(
+      _POLICY_INIT_SCALE**2, 'fan_in', 'truncated_normal'
+    ),
+    name=name,
   )

@@ -33,19 +33,26 @@ class _PolicyValueModule(nn.Module):
   policy: nn.Module
   value: nn.Module
 
-  def step(self, observation, core_state):
+  def step(
+    self, observation: types.Nest, core_state: types.Nest
+  ) -> tuple[distributions.DistributionParams, jax.Array, types.Nest]:
     outputs, core_state = self.core.step(self.torso(observation), core_state)
     return self.policy(outputs), self.value(outputs), core_state
 
-  def unroll(self, observation, initial_state, is_start):
+  def unroll(
+    self,
+    observation: types.Nest,
+    initial_state: types.Nest,
+    is_start: jax.Array,
+  ) -> tuple[distributions.DistributionParams, jax.Array]:
     rows, positions = is_start.shape
     features = self.torso(
-        jax.tree_util.tree_map(
-            lambda x: x.reshape(rows * positions, *x.shape[2:]), observation
-        )
+      jax.tree_util.tree_map(
+        lambda x: x.reshape(rows * positions, *x.shape[2:]), observation
+      )
     )
     outputs = self.core.unroll(
-        features.reshape(rows, positions, -1), initial_state, is_start
+      features.reshape(rows, positions, -1), initial_state, is_start
     )
     return self.policy(outputs), self.value(outputs)
 
@@ -68,13 +75,13 @@ class PolicyNetwork:
   def init(self, key: jax.Array) -> Params:
     """Fresh params."""
     observation = jax.tree_util.tree_map(
-        lambda s: jnp.zeros(
-            (1, *s.shape), specs.stored_observation_dtype(s.dtype)
-        ),
-        self.environment_spec.observation,
+      lambda s: jnp.zeros(
+        (1, *s.shape), specs.stored_observation_dtype(s.dtype)
+      ),
+      self.environment_spec.observation,
     )
     return self.module.init(
-        key, observation, self.initial_state(1), method='step'
+      key, observation, self.initial_state(1), method='step'
     )['params']
 
   def core_state_spec(self) -> types.Nest:
@@ -84,16 +91,16 @@ class PolicyNetwork:
   def initial_state(self, batch_size: int) -> types.Nest:
     """Core state at the start of an episode: zeros [N, ...], or `()`."""
     return jax.tree_util.tree_map(
-        lambda s: jnp.zeros((batch_size, *s.shape), s.dtype),
-        self.core_state_spec(),
+      lambda s: jnp.zeros((batch_size, *s.shape), s.dtype),
+      self.core_state_spec(),
     )
 
   def step(
-      self,
-      params: Params,
-      observation: types.Nest,
-      core_state: types.Nest,
-      is_first: jax.Array,
+    self,
+    params: Params,
+    observation: types.Nest,
+    core_state: types.Nest,
+    is_first: jax.Array,
   ) -> tuple[distributions.DistributionParams, jax.Array, types.Nest]:
     """One timestep of K environments.
 
@@ -112,19 +119,17 @@ class PolicyNetwork:
     chex.assert_rank(is_first, 1)
     if jax.tree_util.tree_leaves(core_state):
       core_state = cores.select_state(
-          is_first, self.initial_state(is_first.shape[0]), core_state
+        is_first, self.initial_state(is_first.shape[0]), core_state
       )
-    return self.module.apply(
-        {'params': params}, observation, core_state, method='step'
-    )
+    return self._apply(params, observation, core_state, method='step')
 
   def unroll(
-      self,
-      params: Params,
-      observation: types.Nest,
-      core_state: types.Nest,
-      segment_ids: jax.Array,
-      segment_positions: jax.Array,
+    self,
+    params: Params,
+    observation: types.Nest,
+    core_state: types.Nest,
+    segment_ids: jax.Array,
+    segment_positions: jax.Array,
   ) -> tuple[distributions.DistributionParams, jax.Array]:
     """All positions of packed rows.
 
@@ -142,24 +147,23 @@ class PolicyNetwork:
     chex.assert_rank([segment_ids, segment_positions], 2)
     is_start = segment_positions == 0
     initial_state = jax.tree_util.tree_map(
-        lambda x: _by_segment(x, segment_ids), core_state
+      lambda x: _by_segment(x, segment_ids), core_state
     )
-    return self.module.apply(
-        {'params': params},
-        observation,
-        initial_state,
-        is_start,
-        method='unroll',
+    return self._apply(
+      params, observation, initial_state, is_start, method='unroll'
     )
+
+  def _apply(self, params: Params, *args: Any, method: str) -> Any:
+    return self.module.apply({'params': params}, *args, method=method)
 
 
 def make_policy_network(
-    environment_spec: specs.EnvironmentSpec,
-    *,
-    torso: str = 'auto',
-    hidden_sizes: tuple[int, ...] = (64, 64),
-    core: str = 'none',
-    core_size: int = 64,
+  environment_spec: specs.EnvironmentSpec,
+  *,
+  torso: str = 'auto',
+  hidden_sizes: tuple[int, ...] = (64, 64),
+  core: str = 'none',
+  core_size: int = 64,
 ) -> PolicyNetwork:
   """Builds the network for an environment.
 
@@ -175,12 +179,12 @@ def make_policy_network(
   """
   policy, distribution = heads.make_policy_head(environment_spec.action)
   module = _PolicyValueModule(
-      torso=torsos.make_torso(
-          torso, environment_spec.observation, hidden_sizes=hidden_sizes
-      ),
-      core=cores.make_core(core, size=core_size),
-      policy=policy,
-      value=heads.ValueHead(),
+    torso=torsos.make_torso(
+      torso, environment_spec.observation, hidden_sizes=hidden_sizes
+    ),
+    core=cores.make_core(core, size=core_size),
+    policy=policy,
+    value=heads.ValueHead(),
   )
   return PolicyNetwork(module, distribution, environment_spec)
 

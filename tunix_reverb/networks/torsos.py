@@ -23,8 +23,8 @@ class MLPTorso(nn.Module):
   @nn.compact
   def __call__(self, observation: types.Nest) -> jax.Array:
     leaves = jax.tree_util.tree_leaves(observation)
-    x = [_as_float(leaf).reshape(leaf.shape[0], -1) for leaf in leaves]
-    x = jnp.concatenate(x, axis=-1) if len(x) > 1 else x[0]
+    flat = [_as_float(leaf).reshape(leaf.shape[0], -1) for leaf in leaves]
+    x = jnp.concatenate(flat, axis=-1)
     for i, size in enumerate(self.hidden_sizes):
       x = jnp.tanh(nn.Dense(size, name=f'layer_{i}')(x))
     return x
@@ -73,7 +73,7 @@ class _ResidualBlock(nn.Module):
 
 
 def make_torso(
-    name: str, observation_spec: types.Nest, *, hidden_sizes: tuple[int, ...]
+  name: str, observation_spec: types.Nest, *, hidden_sizes: tuple[int, ...]
 ) -> nn.Module:
   """Builds the torso `name` for `observation_spec`.
 
@@ -98,8 +98,8 @@ def make_torso(
   if not is_image:
     shapes = ', '.join(str(leaf.shape) for leaf in leaves)
     raise ValueError(
-        f'torso ({name!r}) must be mlp for observations of shape {shapes}; '
-        'impala and atari take one [H, W, C] image'
+      f'torso ({name!r}) must be mlp for observations of shape {shapes}; '
+      'impala and atari take one [H, W, C] image'
     )
   return ImpalaTorso() if name == 'impala' else AtariTorso()
 

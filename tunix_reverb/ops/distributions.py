@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple, Union
+from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ class Categorical:
     # a scatter, and an index out of range is harmless.
     index = action.astype(jnp.int32)[..., None] - self.minimum
     chosen = index == jax.lax.broadcasted_iota(
-        jnp.int32, params.shape, params.ndim - 1
+      jnp.int32, params.shape, params.ndim - 1
     )
     log_probs = jax.nn.log_softmax(params.astype(jnp.float32))
     return jnp.sum(jnp.where(chosen, log_probs, 0.0), axis=-1)
@@ -67,37 +68,39 @@ class MultiCategorical:
     """i32 [..., K]."""
     keys = jax.random.split(key, len(self.num_values))
     return jnp.stack(
-        [
-            part.sample(logits, key=keys[k])
-            for k, (part, logits) in enumerate(self._parts(params))
-        ],
-        axis=-1,
+      [
+        part.sample(logits, key=keys[k])
+        for k, (part, logits) in enumerate(self._parts(params))
+      ],
+      axis=-1,
     )
 
   def mode(self, params: jax.Array) -> jax.Array:
     """i32 [..., K], the most likely action."""
     return jnp.stack(
-        [part.mode(logits) for part, logits in self._parts(params)], axis=-1
+      [part.mode(logits) for part, logits in self._parts(params)], axis=-1
     )
 
   def log_prob(self, params: jax.Array, action: jax.Array) -> jax.Array:
     """f32 [...], summed over the K parts."""
-    return sum(
-        part.log_prob(logits, action[..., k])
-        for k, (part, logits) in enumerate(self._parts(params))
-    )
+    parts = [
+      part.log_prob(logits, action[..., k])
+      for k, (part, logits) in enumerate(self._parts(params))
+    ]
+    return jnp.sum(jnp.stack(parts), axis=0)
 
   def entropy(self, params: jax.Array) -> jax.Array:
     """f32 [...], nats, summed over the K parts."""
-    return sum(part.entropy(logits) for part, logits in self._parts(params))
+    parts = [part.entropy(logits) for part, logits in self._parts(params)]
+    return jnp.sum(jnp.stack(parts), axis=0)
 
   def _parts(self, params: jax.Array) -> list[tuple[Categorical, jax.Array]]:
     splits = np.cumsum(self.num_values)[:-1].tolist()
     return [
-        (Categorical(num_values, minimum), logits)
-        for num_values, minimum, logits in zip(
-            self.num_values, self.minimum, jnp.split(params, splits, axis=-1)
-        )
+      (Categorical(num_values, minimum), logits)
+      for num_values, minimum, logits in zip(
+        self.num_values, self.minimum, jnp.split(params, splits, axis=-1)
+      )
     ]
 
 
@@ -135,7 +138,7 @@ class DiagonalGaussian:
     mean, log_std = self._cast(params)
     normalised = (action.astype(jnp.float32) - mean) * jnp.exp(-log_std)
     return self._sum(
-        -0.5 * jnp.square(normalised) - log_std - 0.5 * math.log(2 * math.pi)
+      -0.5 * jnp.square(normalised) - log_std - 0.5 * math.log(2 * math.pi)
     )
 
   def entropy(self, params: GaussianParams) -> jax.Array:
@@ -150,6 +153,6 @@ class DiagonalGaussian:
     return jnp.sum(x, axis=tuple(range(x.ndim - len(self.shape), x.ndim)))
 
 
-Distribution = Union[Categorical, MultiCategorical, DiagonalGaussian]
+Distribution = Categorical | MultiCategorical | DiagonalGaussian
 # An array of logits or `GaussianParams`, whatever the distribution takes.
 DistributionParams = Any

@@ -24,10 +24,10 @@ class LossSums(NamedTuple):
     pg_loss: -log pi(a) times the V-trace advantage.
     baseline_loss: 0.5 (vs - V)^2.
     entropy: of the target policy, nats.
-    count: number of transitions summed over.
+    num_transitions: how many transitions are summed over.
     rho: importance ratios, unclipped.
-    rho_squared: their squares; (sum rho)^2 / (count sum rho^2) is the effective
-      sample size as a fraction.
+    rho_squared: their squares; (sum rho)^2 / (num_transitions sum rho^2) is the
+      effective sample size as a fraction.
     rho_clipped: number of ratios above rho_bar.
     value: value estimates.
     policy_kl: estimates of KL(behaviour || target), rho - 1 - log rho (the
@@ -37,7 +37,7 @@ class LossSums(NamedTuple):
   pg_loss: jax.Array
   baseline_loss: jax.Array
   entropy: jax.Array
-  count: jax.Array
+  num_transitions: jax.Array
   rho: jax.Array
   rho_squared: jax.Array
   rho_clipped: jax.Array
@@ -46,20 +46,20 @@ class LossSums(NamedTuple):
 
 
 def vtrace_actor_critic_loss(
-    log_probs: jax.Array,
-    entropies: jax.Array,
-    values: jax.Array,
-    *,
-    rewards: jax.Array,
-    discounts: jax.Array,
-    behaviour_log_probs: jax.Array,
-    loss_mask: jax.Array,
-    segment_ids: jax.Array,
-    discount_factor: float,
-    rho_bar: float,
-    c_bar: float,
-    vtrace_lambda: float,
-    reward_clip: float,
+  log_probs: jax.Array,
+  entropies: jax.Array,
+  values: jax.Array,
+  *,
+  rewards: jax.Array,
+  discounts: jax.Array,
+  behaviour_log_probs: jax.Array,
+  loss_mask: jax.Array,
+  segment_ids: jax.Array,
+  discount_factor: float,
+  rho_bar: float,
+  c_bar: float,
+  vtrace_lambda: float,
+  reward_clip: float,
 ) -> LossSums:
   """The loss of Espeholt et al. 2018, section 4.2, over one packed row.
 
@@ -84,8 +84,16 @@ def vtrace_actor_critic_loss(
   Returns:
     `LossSums`.
   """
-  arrays = [log_probs, entropies, values, rewards, discounts,
-            behaviour_log_probs, loss_mask, segment_ids]
+  arrays = [
+    log_probs,
+    entropies,
+    values,
+    rewards,
+    discounts,
+    behaviour_log_probs,
+    loss_mask,
+    segment_ids,
+  ]
   chex.assert_rank(arrays, 1)
   chex.assert_equal_shape(arrays)
 
@@ -94,32 +102,30 @@ def vtrace_actor_critic_loss(
   is_transition = vtrace.transition_mask(segment_ids)
   mask = loss_mask & is_transition
   log_rhos = jnp.where(
-      mask, jax.lax.stop_gradient(log_probs) - behaviour_log_probs, 0.0
+    mask, jax.lax.stop_gradient(log_probs) - behaviour_log_probs, 0.0
   )
   targets = vtrace.vtrace(
-      values,
-      rewards,
-      discounts * discount_factor,
-      log_rhos,
-      is_transition,
-      rho_bar=rho_bar,
-      c_bar=c_bar,
-      lambda_=vtrace_lambda,
+    values,
+    rewards,
+    discounts * discount_factor,
+    log_rhos,
+    is_transition,
+    rho_bar=rho_bar,
+    c_bar=c_bar,
+    lambda_=vtrace_lambda,
   )
   # The clamped ratio, so that no metric can overflow either.
-  log_rhos = jnp.clip(
-      log_rhos, -vtrace.MAX_ABS_LOG_RHO, vtrace.MAX_ABS_LOG_RHO
-  )
+  log_rhos = jnp.clip(log_rhos, -vtrace.MAX_ABS_LOG_RHO, vtrace.MAX_ABS_LOG_RHO)
   masked_sum = lambda x: jnp.sum(jnp.where(mask, x, jnp.zeros_like(x)))
   count = lambda x: jnp.sum((mask & x).astype(jnp.float32))
   return LossSums(
-      pg_loss=masked_sum(-log_probs * targets.pg_advantages),
-      baseline_loss=masked_sum(0.5 * jnp.square(targets.vs - values)),
-      entropy=masked_sum(entropies),
-      count=count(mask),
-      rho=masked_sum(targets.rhos),
-      rho_squared=masked_sum(jnp.square(targets.rhos)),
-      rho_clipped=count(targets.rhos > rho_bar),
-      value=masked_sum(jax.lax.stop_gradient(values)),
-      policy_kl=masked_sum(targets.rhos - 1.0 - log_rhos),
+    pg_loss=masked_sum(-log_probs * targets.pg_advantages),
+    baseline_loss=masked_sum(0.5 * jnp.square(targets.vs - values)),
+    entropy=masked_sum(entropies),
+    num_transitions=count(mask),
+    rho=masked_sum(targets.rhos),
+    rho_squared=masked_sum(jnp.square(targets.rhos)),
+    rho_clipped=count(targets.rhos > rho_bar),
+    value=masked_sum(jax.lax.stop_gradient(values)),
+    policy_kl=masked_sum(targets.rhos - 1.0 - log_rhos),
   )

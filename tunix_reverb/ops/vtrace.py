@@ -53,15 +53,15 @@ def transition_mask(segment_ids: jax.Array) -> jax.Array:
 
 
 def vtrace(
-    values: jax.Array,
-    rewards: jax.Array,
-    discount_t: jax.Array,
-    log_rhos: jax.Array,
-    is_transition: jax.Array,
-    *,
-    rho_bar: float = 1.0,
-    c_bar: float = 1.0,
-    lambda_: float = 1.0,
+  values: jax.Array,
+  rewards: jax.Array,
+  discount_t: jax.Array,
+  log_rhos: jax.Array,
+  is_transition: jax.Array,
+  *,
+  rho_bar: float = 1.0,
+  c_bar: float = 1.0,
+  lambda_: float = 1.0,
 ) -> VTraceOutput:
   """Computes V-trace targets (Espeholt et al. 2018, section 4.1).
 
@@ -96,18 +96,18 @@ def vtrace(
 
   as_f32 = lambda x: jax.lax.stop_gradient(x).astype(jnp.float32)
   values, rewards, discount_t, log_rhos = map(
-      as_f32, (values, rewards, discount_t, log_rhos)
+    as_f32, (values, rewards, discount_t, log_rhos)
   )
   # `where`, not a product: whatever lies on padding, even NaN, stays there.
   on_transition = lambda x: jnp.where(is_transition, x, jnp.zeros_like(x))
 
   rhos = on_transition(
-      jnp.exp(jnp.clip(log_rhos, -MAX_ABS_LOG_RHO, MAX_ABS_LOG_RHO))
+    jnp.exp(jnp.clip(log_rhos, -MAX_ABS_LOG_RHO, MAX_ABS_LOG_RHO))
   )
   clipped_rhos = jnp.minimum(rho_bar, rhos)
   next_values = _shift(values)
   deltas = on_transition(
-      clipped_rhos * (rewards + discount_t * next_values - values)
+    clipped_rhos * (rewards + discount_t * next_values - values)
   )
   traces = on_transition(discount_t * lambda_ * jnp.minimum(c_bar, rhos))
   errors = _discounted_sum(deltas, traces)
@@ -116,7 +116,7 @@ def vtrace(
   # The last transition of a segment bootstraps from V itself; there both
   # terms of the mix are equal, so it needs no case of its own.
   pg_advantages = on_transition(
-      clipped_rhos * (rewards + discount_t * next_targets - values)
+    clipped_rhos * (rewards + discount_t * next_targets - values)
   )
   return VTraceOutput(vs, pg_advantages, errors, rhos, clipped_rhos)
 
@@ -129,16 +129,18 @@ def _shift(x: jax.Array) -> jax.Array:
 def _discounted_sum(deltas: jax.Array, traces: jax.Array) -> jax.Array:
   """Solves y_t = deltas_t + traces_t y_{t+1} backwards; all [L]."""
 
-  def body(accumulator, inputs):
+  def body(
+    accumulator: jax.Array, inputs: tuple[jax.Array, jax.Array]
+  ) -> tuple[jax.Array, jax.Array]:
     delta, trace = inputs
     accumulator = delta + trace * accumulator
     return accumulator, accumulator
 
   _, sums = jax.lax.scan(
-      body,
-      jnp.zeros((), jnp.float32),
-      (deltas, traces),
-      reverse=True,
-      unroll=_SCAN_UNROLL,
+    body,
+    jnp.zeros((), jnp.float32),
+    (deltas, traces),
+    reverse=True,
+    unroll=_SCAN_UNROLL,
   )
   return sums

@@ -8,9 +8,11 @@ devices along `sequence` and `tensor` repeat each other's work.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Sequence
 import inspect
 import math
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +32,12 @@ PartitionSpec = jax.sharding.PartitionSpec
 
 
 def make_mesh(
-    devices: Sequence[jax.Device],
-    *,
-    data: int,
-    fsdp: int = 1,
-    sequence: int = 1,
-    tensor: int = 1,
+  devices: Sequence[jax.Device],
+  *,
+  data: int,
+  fsdp: int = 1,
+  sequence: int = 1,
+  tensor: int = 1,
 ) -> jax.sharding.Mesh:
   """Arranges `devices` as [data, fsdp, sequence, tensor].
 
@@ -45,19 +47,19 @@ def make_mesh(
   shape = (data, fsdp, sequence, tensor)
   if math.prod(shape) != len(devices) or min(shape) < 1:
     raise ValueError(
-        f'mesh shape ({dict(zip(AXES, shape))}) must multiply to the number of '
-        f'devices ({len(devices)})'
+      f'mesh shape ({dict(zip(AXES, shape))}) must multiply to the number of '
+      f'devices ({len(devices)})'
     )
   # Not `jax.make_mesh`: newer JAX gives it Explicit axes.
   return jax.sharding.Mesh(np.asarray(devices).reshape(shape), AXES)
 
 
 def shard_map(
-    fn: Callable[..., Any],
-    *,
-    mesh: jax.sharding.Mesh,
-    in_specs: Any,
-    out_specs: Any,
+  fn: Callable[..., Any],
+  *,
+  mesh: jax.sharding.Mesh,
+  in_specs: Any,
+  out_specs: Any,
 ) -> Callable[..., Any]:
   """`jax.shard_map` of any JAX from 0.4.34 on, its replication check off.
 
@@ -68,13 +70,14 @@ def shard_map(
   if hasattr(jax, 'shard_map'):
     implementation = jax.shard_map
   else:
-    from jax.experimental import shard_map as experimental  # pylint: disable=g-import-not-at-top
+    # Here, because newer JAX warns of the import.
+    from jax.experimental import shard_map as experimental
 
     implementation = experimental.shard_map
   parameters = inspect.signature(implementation).parameters
   check = 'check_vma' if 'check_vma' in parameters else 'check_rep'
   return implementation(
-      fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **{check: False}
+    fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **{check: False}
   )
 
 
@@ -105,9 +108,9 @@ def place_batch(batch: types.Batch, mesh: jax.sharding.Mesh) -> types.Batch:
   rows, shards = batch.segment_ids.shape[0], num_batch_shards(mesh)
   if rows % shards:
     raise ValueError(
-        f'rows of the batch ({rows}) must be a multiple of the devices along '
-        f'{" x ".join(BATCH_AXES)} ({shards}); pad it with rows of '
-        'segment_ids 0'
+      f'rows of the batch ({rows}) must be a multiple of the devices along '
+      f'{" x ".join(BATCH_AXES)} ({shards}); pad it with rows of '
+      'segment_ids 0'
     )
   return jax.device_put(batch, jax.sharding.NamedSharding(mesh, batch_spec()))
 
@@ -115,7 +118,7 @@ def place_batch(batch: types.Batch, mesh: jax.sharding.Mesh) -> types.Batch:
 def replicate(tree: types.Nest, mesh: jax.sharding.Mesh) -> types.Nest:
   """Puts every leaf whole on every device of the mesh."""
   return jax.device_put(
-      tree, jax.sharding.NamedSharding(mesh, replicated_spec())
+    tree, jax.sharding.NamedSharding(mesh, replicated_spec())
   )
 
 
@@ -132,9 +135,9 @@ def psum_over_batch(tree: types.Nest, param_specs: types.Nest) -> types.Nest:
     param_specs: nest of `PartitionSpec`, or one for the whole tree.
   """
   return _map_with_specs(
-      lambda axes, x: _psum(x, [a for a in BATCH_AXES if a not in axes]),
-      tree,
-      param_specs,
+    lambda axes, x: _psum(x, [a for a in BATCH_AXES if a not in axes]),
+    tree,
+    param_specs,
   )
 
 
@@ -148,27 +151,27 @@ def global_norm(tree: types.Nest, param_specs: types.Nest) -> jax.Array:
     param_specs: nest of `PartitionSpec`, or one for the whole tree.
   """
   squares = _map_with_specs(
-      lambda axes, x: _psum(jnp.sum(jnp.square(x.astype(jnp.float32))), axes),
-      tree,
-      param_specs,
+    lambda axes, x: _psum(jnp.sum(jnp.square(x.astype(jnp.float32))), axes),
+    tree,
+    param_specs,
   )
   return jnp.sqrt(sum(jax.tree_util.tree_leaves(squares)))
 
 
 def _map_with_specs(
-    fn: Callable[[list[str], jax.Array], jax.Array],
-    tree: types.Nest,
-    param_specs: types.Nest,
+  fn: Callable[[list[str], jax.Array], jax.Array],
+  tree: types.Nest,
+  param_specs: types.Nest,
 ) -> types.Nest:
   """Maps fn(mesh axes of the leaf's spec, leaf)."""
   is_spec = lambda x: isinstance(x, PartitionSpec)
   return jax.tree_util.tree_map(
-      lambda spec, subtree: jax.tree_util.tree_map(
-          lambda x: fn(_axes(spec), x), subtree
-      ),
-      param_specs,
-      tree,
-      is_leaf=is_spec,
+    lambda spec, subtree: jax.tree_util.tree_map(
+      lambda x: fn(_axes(spec), x), subtree
+    ),
+    param_specs,
+    tree,
+    is_leaf=is_spec,
   )
 
 
