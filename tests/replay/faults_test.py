@@ -19,6 +19,13 @@ pytestmark = [pytest.mark.replay, pytest.mark.timeout(90)]
 _COLUMNS = test_utils.columns()
 
 
+def _wait_until_confirmed(writer):
+  deadline_s = time.monotonic() + 40.0
+  while writer.unconfirmed_items:
+    assert time.monotonic() < deadline_s, writer.unconfirmed_items
+    time.sleep(0.02)
+
+
 def test_everything_goes_on_after_a_killed_server_is_restarted(
   start_process, closing, tmp_path
 ):
@@ -50,7 +57,7 @@ def test_everything_goes_on_after_a_killed_server_is_restarted(
   )
   assert restarted.restored_from == str(retained)
   assert exchange([11, 12, 13]) == [10, 11, 12, 13]
-  assert writer.unconfirmed_items == 0
+  _wait_until_confirmed(writer)
   sink.publish(types.Variables(2, {'w': np.ones(3)}), 40.0)
   assert source.get_variables(2, 40.0).policy_version == 2
 
@@ -67,11 +74,8 @@ def test_a_writer_blocked_on_a_killed_server_sends_again(
   assert confirmed < sent
   server.kill()
   start_process(tables.TableConfig(max_items=8), port=server.port)
-  deadline_s = time.monotonic() + 40.0
-  while writer.unconfirmed_items and time.monotonic() < deadline_s:
-    time.sleep(0.05)
   # What the dead server had confirmed is lost with it; nothing else is.
-  assert writer.unconfirmed_items == 0
+  _wait_until_confirmed(writer)
   assert writer.resent_items == sent - confirmed
   sampler = closing(clients.make_sampler([server.address], columns=_COLUMNS))
   ids = [

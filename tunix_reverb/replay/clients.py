@@ -19,6 +19,9 @@ from tunix_reverb import core
 from tunix_reverb import types
 from tunix_reverb.replay import tables
 
+# For a server that answered a moment ago.
+_ANSWER_TIMEOUT_S = 10.0
+
 
 def make_server(
   *,
@@ -119,7 +122,9 @@ def connect(
     with watchdog.waiting(f'this role waits for replay server {address}'):
       if not wait_for_server(address, timeout_s, stop):
         return
-      check_signature(address, columns, table_config, timeout_s)
+      check_signature(
+        address, columns, table_config, min(timeout_s, _ANSWER_TIMEOUT_S)
+      )
 
 
 def wait_for_server(

@@ -38,6 +38,10 @@ class OfficialItemSampler(core.ItemSampler):
   Items that do not fit `columns`, or contradict themselves, are counted in
   `poison_items` and skipped. `NaN`s are data, not poison.
 
+  Reverb takes a server on this host with the same process id for one in this
+  process. Two containers that share a network, with a reader and a server that
+  are both process 1, crash: start one of them under an init process.
+
   Args:
     addresses: 'host:port' of each server.
     columns: `Trajectories` of `ColumnSpec`, the table's signature.
