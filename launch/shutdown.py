@@ -29,6 +29,9 @@ _ECHO_S = 1.0
 _START_GRACE_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
+# Set in a role that `die_with_parent` has tied to its parent.
+_supervisor_pid = 0
+
 
 class StopSignals:
   """Sets `stop` on SIGTERM, SIGINT or SIGHUP; a second one exits at once.
@@ -132,6 +135,10 @@ def exit_now(status: int) -> NoReturn:
       stream.flush()
     except (OSError, ValueError, AttributeError):
       pass
+  if _supervisor_pid and os.getppid() != _supervisor_pid:
+    # Nobody is left to end what this role has started.
+    if os.getpgrp() == os.getpid():
+      os.killpg(os.getpid(), signal.SIGKILL)
   os._exit(status)
 
 
@@ -141,6 +148,8 @@ def die_with_parent(parent_pid: int) -> None:
   Runs in a child between fork and exec, too; the setting survives exec. The
   signal comes when the *thread* that started the child ends.
   """
+  global _supervisor_pid
+  _supervisor_pid = parent_pid
   libc = ctypes.CDLL(None, use_errno=True)
   libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
   if os.getppid() != parent_pid:  # It died before the request was made.

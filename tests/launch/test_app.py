@@ -167,11 +167,14 @@ def test_the_watchdog_ends_a_role_without_progress(start):
   assert 'no progress' in err and 'learner waits for localhost:1' in err
 
 
-def test_a_supervised_role_ends_when_its_parent_is_killed(
+def test_a_supervised_role_and_its_children_end_with_its_parent(
   start, subprocess_env, tmp_path
 ):
   code = _ROLE.format(
-    body='print(os.getpid(), flush=True)\n  context.stop.wait(60)',
+    body='import subprocess\n'
+    '  child = subprocess.Popen(["sleep", "60"])\n'
+    '  print(os.getpid(), child.pid, flush=True)\n'
+    '  context.stop.wait(60)',
     deadline=9.0,
   )
   parent = subprocess.Popen(
@@ -179,7 +182,8 @@ def test_a_supervised_role_ends_when_its_parent_is_killed(
       sys.executable,
       '-c',
       'import subprocess, sys\n'
-      'subprocess.run([sys.executable, "-c", sys.argv[1], "--supervised"])',
+      'subprocess.Popen([sys.executable, "-c", sys.argv[1], "--supervised"], '
+      'process_group=0).wait()',
       code,
     ],
     env=subprocess_env,
@@ -189,15 +193,15 @@ def test_a_supervised_role_ends_when_its_parent_is_killed(
   )
   try:
     _ready(parent)
-    pid = int(parent.stdout.readline())
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
   finally:
     parent.kill()
     parent.wait()
   deadline_s = time.monotonic() + 5
-  while _alive(pid) and time.monotonic() < deadline_s:
+  while any(_alive(pid) for pid in pids) and time.monotonic() < deadline_s:
     time.sleep(0.02)
   parent.stdout.close()
-  assert not _alive(pid)
+  assert not [pid for pid in pids if _alive(pid)]
 
 
 def _alive(pid):
