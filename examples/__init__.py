@@ -1,0 +1,1 @@
+"""Short programs that compose the parts with code of your own."""
