@@ -174,14 +174,18 @@ def main(argv: list[str]) -> None:
     for name, result in results.items()
   }
   print(
-    json.dumps({
-      'benchmark': 'pipeline',
-      'checks': checks,
-      'transitions_per_cpu_s': {
-        name: {part: round(rate) for part, rate in r.items() if part != 'ratio'}
-        for name, r in results.items()
-      },
-    })
+    json.dumps(
+      {
+        'benchmark': 'pipeline',
+        'checks': checks,
+        'transitions_per_cpu_s': {
+          name: {
+            part: round(rate) for part, rate in r.items() if part != 'ratio'
+          }
+          for name, r in results.items()
+        },
+      }
+    )
   )
 
 

@@ -54,9 +54,7 @@ def main(num_episodes: int = 5) -> list[types.Trajectories]:
   try:
     # What a learner would publish after every update.
     params = agent.network.init(jax.random.PRNGKey(0))
-    sink.publish(
-      types.Variables(1, jax.device_get(params)), timeout_s=10.0
-    )
+    sink.publish(types.Variables(1, jax.device_get(params)), timeout_s=10.0)
     adder = adder_lib.EnvironmentAdder(
       adder_lib.TrajectoryAdder(
         columns=agent.columns,

@@ -32,7 +32,7 @@ _SPEC = specs.EnvironmentSpec(
 
 
 def episodes(num: int, generator: np.random.Generator) -> types.Trajectories:
-  """`num` one-step episodes of a uniform policy; arm 1 pays 1, arm 0 nothing."""
+  """`num` one-step episodes of a uniform policy; arm 1 pays 1, arm 0 none."""
   arm = generator.integers(0, 2, num).astype(np.uint8)
   return types.Trajectories(
     observation=np.ones((2 * num, 1), np.float32),
@@ -65,12 +65,14 @@ def batches(
 
 def main(num_learner_steps: int = 200) -> float:
   """Learns; returns the probability that the policy gives to the better arm."""
-  config = config_lib.from_flat({
-    'bucket_lengths': (34,),
-    'batch_positions': 340,
-    'learning_rate': 1e-2,
-    'entropy_cost': 0.0,
-  })
+  config = config_lib.from_flat(
+    {
+      'bucket_lengths': (34,),
+      'batch_positions': 340,
+      'learning_rate': 1e-2,
+      'entropy_cost': 0.0,
+    }
+  )
   network = policy_network.make_policy_network(_SPEC)
   agent = builder.AgentSpec(_SPEC, network, specs.trajectories_spec(_SPEC))
   parts = builder.make_learner_parts(config, agent)

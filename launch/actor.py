@@ -10,7 +10,7 @@ from launch import app
 from launch import topology
 
 flags.DEFINE_integer(
-    'actor_id', 0, 'Number of this actor process, from 0; unique in the run.'
+  'actor_id', 0, 'Number of this actor process, from 0; unique in the run.'
 )
 
 _REPORT_PERIOD_S = 1.0
@@ -27,35 +27,35 @@ def run_actor(context: app.RoleContext) -> int:
   milestones.mark('imported')
   config, stop, watchdog = context.config, context.stop, context.watchdog
   addresses = topology.replay_servers(
-      flags.FLAGS.replay_servers, context.run_dir
+    flags.FLAGS.replay_servers, context.run_dir
   )
   actor_id = flags.FLAGS.actor_id
   address = addresses[actor_id % len(addresses)]
   agent = builder.make_agent_spec(config)
   clients.connect(
-      [address],
-      columns=agent.columns,
-      table_config=builder.make_table_config(config),
-      watchdog=watchdog,
-      stop=stop,
-      timeout_s=config.watchdog_s,
+    [address],
+    columns=agent.columns,
+    table_config=builder.make_table_config(config),
+    watchdog=watchdog,
+    stop=stop,
+    timeout_s=config.watchdog_s,
   )
   writer = clients.make_writer(address, columns=agent.columns)
   variables = clients.make_variable_source(
-      addresses[0], period_s=config.actor.variable_update_period_s
+    addresses[0], period_s=config.actor.variable_update_period_s
   )
   loop, adder, environment = builder.make_actor_loop(
-      config,
-      agent,
-      actor_id=actor_id,
-      writer=writer,
-      variables=variables,
-      keep_waiting=lambda: not stop.is_set(),
+    config,
+    agent,
+    actor_id=actor_id,
+    writer=writer,
+    variables=variables,
+    keep_waiting=lambda: not stop.is_set(),
   )
   milestones.mark('environments and policy are ready')
   try:
     with watchdog.waiting(
-        f'{context.role} waits for the first variables of {addresses[0]}'
+      f'{context.role} waits for the first variables of {addresses[0]}'
     ):
       while not stop.is_set() and not loop.wait_for_variables(0.2):
         pass
@@ -67,8 +67,8 @@ def run_actor(context: app.RoleContext) -> int:
       failures_total=lambda: sum(environment.failures.values()),
     )
     with watchdog.waiting(
-        f'{context.role} waits for its environments, or for room in table '
-        f'trajectories of {address}'
+      f'{context.role} waits for its environments, or for room in table '
+      f'trajectories of {address}'
     ):
       loop.run(_make_keep_going(context, loop, report))
   finally:
@@ -99,10 +99,10 @@ def _make_keep_going(context, loop, report):
 def main() -> None:
   """Entry point."""
   app.run(
-      run_actor,
-      role='actor',
-      make_role_name=lambda f: f'actor_{f.actor_id}',
-      single_threaded_xla=True,
+    run_actor,
+    role='actor',
+    make_role_name=lambda f: f'actor_{f.actor_id}',
+    single_threaded_xla=True,
   )
 
 

@@ -15,9 +15,9 @@ from launch import app
 from launch import topology
 
 flags.DEFINE_string(
-    'checkpoint',
-    None,
-    'A run directory, or its checkpoints/learner, to evaluate once.',
+  'checkpoint',
+  None,
+  'A run directory, or its checkpoints/learner, to evaluate once.',
 )
 
 
@@ -29,20 +29,20 @@ def run_evaluator(context: app.RoleContext) -> int:
   config = context.config
   agent = builder.make_agent_spec(config)
   environment, policy = builder.make_evaluator(
-      config,
-      agent,
-      num_environments=evaluation.environments_for(
-          config.evaluation.evaluation_episodes
-      ),
+    config,
+    agent,
+    num_environments=evaluation.environments_for(
+      config.evaluation.evaluation_episodes
+    ),
   )
 
   def evaluate():
     return evaluation.evaluate(
-        environment,
-        policy,
-        num_episodes=config.evaluation.evaluation_episodes,
-        keep_going=lambda: not context.stop.is_set(),
-        on_progress=context.watchdog.progress,
+      environment,
+      policy,
+      num_episodes=config.evaluation.evaluation_episodes,
+      keep_going=lambda: not context.stop.is_set(),
+      on_progress=context.watchdog.progress,
     )
 
   try:
@@ -61,20 +61,20 @@ def _evaluate_checkpoint(context, agent, policy, evaluate) -> int:
   variables = builder.load_variables(context.config, agent, directory)
   policy.set_variables(variables)
   print(
-      f'evaluator: playing {context.config.evaluation.evaluation_episodes} '
-      f'episodes of {context.config.environment} with version '
-      f'{variables.policy_version} from {directory}',
-      flush=True,
+    f'evaluator: playing {context.config.evaluation.evaluation_episodes} '
+    f'episodes of {context.config.environment} with version '
+    f'{variables.policy_version} from {directory}',
+    flush=True,
   )
   result = evaluate()
   if result is None:
     print('evaluator: stopped before the last episode', flush=True)
     return 1
   print(
-      f'return {result.returns.mean():.3f} +- {result.returns.std():.3f} '
-      f'(mean +- standard deviation over {result.returns.size} episodes), '
-      f'from {result.returns.min():.3f} to {result.returns.max():.3f}; '
-      f'length {result.lengths.mean():.1f}'
+    f'return {result.returns.mean():.3f} +- {result.returns.std():.3f} '
+    f'(mean +- standard deviation over {result.returns.size} episodes), '
+    f'from {result.returns.min():.3f} to {result.returns.max():.3f}; '
+    f'length {result.lengths.mean():.1f}'
   )
   return 0
 
@@ -84,14 +84,14 @@ def _follow(context, policy, evaluate) -> None:
   from tunix_reverb.replay import clients
 
   address = topology.replay_servers(
-      flags.FLAGS.replay_servers, context.run_dir
+    flags.FLAGS.replay_servers, context.run_dir
   )[0]
   period_s = context.config.evaluation.evaluation_period_s
   variables = clients.make_variable_source(address, period_s=period_s)
   try:
     while not context.stop.is_set():
       with context.watchdog.waiting(
-          f'{context.role} waits for newer variables of {address}'
+        f'{context.role} waits for newer variables of {address}'
       ):
         newer = variables.get_variables(policy.policy_version + 1, 0.5)
       if newer is None:

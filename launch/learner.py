@@ -25,44 +25,43 @@ def run_learner(context: app.RoleContext) -> int:
   milestones.mark('imported')
   config, stop, watchdog = context.config, context.stop, context.watchdog
   addresses = topology.replay_servers(
-      flags.FLAGS.replay_servers, context.run_dir
+    flags.FLAGS.replay_servers, context.run_dir
   )
   agent = builder.make_agent_spec(config)
   with watchdog.waiting('learner waits for XLA to compile its updates'):
     parts = builder.make_learner_parts(config, agent)
   milestones.mark(f'compiled {len(parts.buckets)} buckets')
   clients.connect(
-      addresses,
-      columns=agent.columns,
-      table_config=builder.make_table_config(config),
-      watchdog=watchdog,
-      stop=stop,
-      timeout_s=config.watchdog_s,
+    addresses,
+    columns=agent.columns,
+    table_config=builder.make_table_config(config),
+    watchdog=watchdog,
+    stop=stop,
+    timeout_s=config.watchdog_s,
   )
   sampler = clients.make_sampler(addresses, columns=agent.columns)
   sink = clients.make_variable_sink(addresses[0], run_dir=context.run_dir)
   publisher = publisher_lib.Publisher(sink)
   session = session_lib.LearnerSession(
-      config,
-      agent,
-      parts,
-      sampler=sampler,
-      publisher=publisher,
-      logger=context.logger,
-      watchdog=watchdog,
-      milestones=milestones,
-      compile_counter=compile_counter,
-      run_dir=context.run_dir,
+    config,
+    agent,
+    parts,
+    sampler=sampler,
+    publisher=publisher,
+    logger=context.logger,
+    watchdog=watchdog,
+    milestones=milestones,
+    compile_counter=compile_counter,
+    run_dir=context.run_dir,
   )
   try:
     threading.Thread(
-        target=lambda: (stop.wait(), session.stop()),
-        name='stop learner',
-        daemon=True,
+      target=lambda: (stop.wait(), session.stop()),
+      name='stop learner',
+      daemon=True,
     ).start()
     with watchdog.waiting(
-        'learner waits for items of table trajectories of '
-        + ', '.join(addresses)
+      'learner waits for items of table trajectories of ' + ', '.join(addresses)
     ):
       session.run()
   finally:

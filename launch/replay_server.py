@@ -9,15 +9,15 @@ from absl import flags
 from launch import app
 
 flags.DEFINE_integer(
-    'server_index', 0, 'Number of this replay server (shard), from 0.'
+  'server_index', 0, 'Number of this replay server (shard), from 0.'
 )
 flags.DEFINE_integer('port', 0, 'TCP port to serve on; 0 picks a free one.')
 flags.DEFINE_enum(
-    'replay_restore',
-    'auto',
-    ['auto', 'discard'],
-    'auto: start from the latest loadable checkpoint in run_dir, if there is '
-    'one; discard: start empty and leave the checkpoints alone.',
+  'replay_restore',
+  'auto',
+  ['auto', 'discard'],
+  'auto: start from the latest loadable checkpoint in run_dir, if there is '
+  'one; discard: start empty and leave the checkpoints alone.',
 )
 
 _REPORT_PERIOD_S = 1.0
@@ -35,14 +35,14 @@ def run_server(context: app.RoleContext) -> int:
   milestones.mark('imported')
   config, run_dir = context.config, context.run_dir
   server = clients.make_server(
-      config=builder.make_table_config(config),
-      columns=builder.make_agent_spec(config).columns,
-      port=flags.FLAGS.port,
-      checkpoint_dir=(
-          run_dir / 'checkpoints' / context.role if run_dir else None
-      ),
-      checkpoints_to_keep=config.replay.replay_checkpoints_to_keep,
-      restore=flags.FLAGS.replay_restore == 'auto',
+    config=builder.make_table_config(config),
+    columns=builder.make_agent_spec(config).columns,
+    port=flags.FLAGS.port,
+    checkpoint_dir=(
+      run_dir / 'checkpoints' / context.role if run_dir else None
+    ),
+    checkpoints_to_keep=config.replay.replay_checkpoints_to_keep,
+    restore=flags.FLAGS.replay_restore == 'auto',
   )
   milestones.mark(f'serves on port {server.port}')
   if server.restored_from:
@@ -70,9 +70,7 @@ def _serve(context: app.RoleContext, server) -> None:
       saved_s = time.monotonic()
     step += 1
     metrics = server.limiter_metrics(timeout_s=1.0)
-    context.logger.write(
-        {**metrics, 'replay_checkpoint_s': checkpoint_s}, step
-    )
+    context.logger.write({**metrics, 'replay_checkpoint_s': checkpoint_s}, step)
 
 
 def _checkpoint(context: app.RoleContext, server) -> float:
@@ -91,10 +89,10 @@ def _checkpoint(context: app.RoleContext, server) -> float:
 def main() -> None:
   """Entry point."""
   app.run(
-      run_server,
-      role='replay_server',
-      make_role_name=lambda f: f'replay_server_{f.server_index}',
-      single_threaded_xla=True,
+    run_server,
+    role='replay_server',
+    make_role_name=lambda f: f'replay_server_{f.server_index}',
+    single_threaded_xla=True,
   )
 
 

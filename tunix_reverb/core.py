@@ -8,7 +8,10 @@ parts. Roles never import each other: they meet here, and `agents/` wires them.
 from __future__ import annotations
 
 import abc
-from typing import Any, Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
 
 import dm_env
 import numpy as np
@@ -21,7 +24,7 @@ class VariableSource(abc.ABC):
 
   @abc.abstractmethod
   def get_variables(
-      self, min_version: int = 0, timeout_s: float = 0.0
+    self, min_version: int = 0, timeout_s: float = 0.0
   ) -> types.Variables | None:
     """Returns the newest variables if their version >= `min_version`.
 
@@ -49,7 +52,7 @@ class ItemWriter(abc.ABC):
 
   @abc.abstractmethod
   def write(
-      self, trajectories: types.Trajectories, timeout_s: float | None = None
+    self, trajectories: types.Trajectories, timeout_s: float | None = None
   ) -> bool:
     """Hands one item over; its priority is its minimum `policy_version`.
 
@@ -97,7 +100,7 @@ class Adder(abc.ABC):
 
   @abc.abstractmethod
   def add(
-      self, action: types.Nest, next_timestep: dm_env.TimeStep, extras: Any = ()
+    self, action: types.Nest, next_timestep: dm_env.TimeStep, extras: Any = ()
   ) -> None:
     """Adds the transition that `action` caused.
 
@@ -161,9 +164,7 @@ class Actor(abc.ABC):
     """Records the FIRST timestep of an episode."""
 
   @abc.abstractmethod
-  def observe(
-      self, action: types.Nest, next_timestep: dm_env.TimeStep
-  ) -> None:
+  def observe(self, action: types.Nest, next_timestep: dm_env.TimeStep) -> None:
     """Records the timestep that followed `action`."""
 
   @abc.abstractmethod
@@ -192,9 +193,7 @@ class VectorEnvironment(abc.ABC):
     """
 
   @abc.abstractmethod
-  def recv(
-      self, timeout_s: float
-  ) -> tuple[np.ndarray, dm_env.TimeStep] | None:
+  def recv(self, timeout_s: float) -> tuple[np.ndarray, dm_env.TimeStep] | None:
     """Timesteps of the K <= N environments that are ready.
 
     The first call returns FIRST timesteps. The arrays may be reused by the

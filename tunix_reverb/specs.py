@@ -5,7 +5,8 @@ Letters: N trajectories, S transitions over all of them (see `types`).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
+from typing import NamedTuple
 
 import dm_env
 from dm_env import specs
@@ -27,10 +28,10 @@ class EnvironmentSpec(NamedTuple):
 def make_environment_spec(environment: dm_env.Environment) -> EnvironmentSpec:
   """Collects the four specs of `environment`."""
   return EnvironmentSpec(
-      observation=environment.observation_spec(),
-      action=environment.action_spec(),
-      reward=environment.reward_spec(),
-      discount=environment.discount_spec(),
+    observation=environment.observation_spec(),
+    action=environment.action_spec(),
+    reward=environment.reward_spec(),
+    discount=environment.discount_spec(),
   )
 
 
@@ -50,7 +51,7 @@ def stored_action_spec(action_spec: specs.Array) -> specs.Array:
   """
   if np.issubdtype(action_spec.dtype, np.integer):
     dtype = smallest_integer_dtype(
-        int(np.min(action_spec.minimum)), int(np.max(action_spec.maximum))
+      int(np.min(action_spec.minimum)), int(np.max(action_spec.maximum))
     )
   else:
     dtype = np.dtype(np.float32)
@@ -59,13 +60,13 @@ def stored_action_spec(action_spec: specs.Array) -> specs.Array:
 
 def stored_observation_dtype(dtype: Any) -> np.dtype:
   """float64 is stored as float32, everything else as it is."""
-  return np.dtype(np.float32) if np.dtype(dtype) == np.float64 else np.dtype(
-      dtype
+  return (
+    np.dtype(np.float32) if np.dtype(dtype) == np.float64 else np.dtype(dtype)
   )
 
 
 def trajectories_spec(
-    environment_spec: EnvironmentSpec, core_state_spec: types.Nest = ()
+  environment_spec: EnvironmentSpec, core_state_spec: types.Nest = ()
 ) -> types.Trajectories:
   """Specs of every column of an item; the leading axis N or S is None.
 
@@ -80,24 +81,24 @@ def trajectories_spec(
   action = stored_action_spec(environment_spec.action)
   column = lambda dtype, shape=(): ColumnSpec((None, *shape), np.dtype(dtype))
   return types.Trajectories(
-      observation=tree.map_structure(
-          lambda s: column(stored_observation_dtype(s.dtype), s.shape),
-          environment_spec.observation,
-      ),
-      action=column(action.dtype, action.shape),
-      reward=column(np.float32),
-      discount=column(np.float32),
-      behaviour_log_prob=column(np.float32),
-      policy_version=column(np.int32),
-      loss_mask=column(np.bool_),
-      core_state=tree.map_structure(
-          lambda s: column(s.dtype, s.shape), core_state_spec
-      ),
-      lengths=column(np.int32),
-      created_at_s=column(np.float64),
-      actor_id=column(np.int32),
-      episode_id=column(np.int64),
-      truncated=column(np.bool_),
+    observation=tree.map_structure(
+      lambda s: column(stored_observation_dtype(s.dtype), s.shape),
+      environment_spec.observation,
+    ),
+    action=column(action.dtype, action.shape),
+    reward=column(np.float32),
+    discount=column(np.float32),
+    behaviour_log_prob=column(np.float32),
+    policy_version=column(np.int32),
+    loss_mask=column(np.bool_),
+    core_state=tree.map_structure(
+      lambda s: column(s.dtype, s.shape), core_state_spec
+    ),
+    lengths=column(np.int32),
+    created_at_s=column(np.float64),
+    actor_id=column(np.int32),
+    episode_id=column(np.int64),
+    truncated=column(np.bool_),
   )
 
 
@@ -113,16 +114,16 @@ class ColumnSpec:
   def accepts(self, array: np.ndarray) -> bool:
     """Whether `array` has this dtype and a shape that fits."""
     return (
-        array.dtype == self.dtype
-        and array.ndim == len(self.shape)
-        and all(a == b for a, b in zip(array.shape, self.shape) if b is not None)
+      array.dtype == self.dtype
+      and array.ndim == len(self.shape)
+      and all(a == b for a, b in zip(array.shape, self.shape) if b is not None)
     )
 
   def __eq__(self, other: object) -> bool:
     return (
-        isinstance(other, ColumnSpec)
-        and self.shape == other.shape
-        and self.dtype == other.dtype
+      isinstance(other, ColumnSpec)
+      and self.shape == other.shape
+      and self.dtype == other.dtype
     )
 
   def __hash__(self) -> int:
@@ -136,8 +137,8 @@ class ColumnSpec:
 def flatten_columns(columns: types.Nest) -> dict[str, Any]:
   """Leaves by path, such as 'observation/position', in a stable order."""
   return {
-      '/'.join(str(p) for p in path): leaf
-      for path, leaf in tree.flatten_with_path(_as_dict(columns))
+    '/'.join(str(p) for p in path): leaf
+    for path, leaf in tree.flatten_with_path(_as_dict(columns))
   }
 
 

@@ -222,9 +222,7 @@ def test_fill_on_a_log_normal_mix(lengths, window):
   assert np.min(fills) >= 0.90
 
 
-@given(
-  st.lists(st.integers(1, 20), min_size=1, max_size=60), st.integers(1, 8)
-)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=60), st.integers(1, 8))
 def test_placement_is_first_fit_decreasing(positions, num_rows):
   positions = np.array(positions, np.int32)
   row, start = placement.Rows(rows=num_rows, length=20).place(positions)

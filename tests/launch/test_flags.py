@@ -26,7 +26,8 @@ max_policy_lag max_age_s
 bucket_lengths batch_positions packing_window prefetch_batches
 learning_rate learning_rate_end learning_rate_decay_steps max_grad_norm
 discount_factor rho_bar c_bar vtrace_lambda baseline_cost entropy_cost
-reward_clip publish_period max_learner_steps max_non_finite_updates data_axis
+reward_clip reward_scale publish_period max_learner_steps
+max_non_finite_updates data_axis
 learner_checkpoint_period_s learner_checkpoints_to_keep
 evaluation_episodes evaluation_period_s solved_return hold_s max_run_s
 """.split()

@@ -15,6 +15,7 @@ _CONFIG = {
   'c_bar': 1.0,
   'vtrace_lambda': 0.8,
   'reward_clip': 0.0,
+  'reward_scale': 1.0,
 }
 
 
@@ -136,6 +137,14 @@ def test_masked_garbage_changes_nothing():
 def test_padding_contributes_nothing():
   row = _row(segment_ids=np.zeros(12, np.int32))
   np.testing.assert_array_equal(_sums(row), np.zeros(9))
+
+
+def test_reward_scale_comes_after_the_clip():
+  rewards = np.linspace(-5, 5, 12).astype(np.float32)
+  np.testing.assert_array_equal(
+    _sums(_row(rewards=rewards), reward_clip=1.0, reward_scale=0.5),
+    _sums(_row(rewards=np.clip(rewards, -1, 1) * np.float32(0.5))),
+  )
 
 
 def test_reward_clip():

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 import zlib
 
 import numpy as np
@@ -61,6 +62,42 @@ def test_items_and_variables_come_back_and_the_queue_goes_on(
   assert _read_all(server, closing) == list(range(sent))
   # Balanced again: as much room as an empty queue of this size has.
   assert all(writer.write(test_utils.item(i), 10.0) for i in range(4))
+
+
+def test_a_restored_ratio_goes_on_where_it_was(start_server, closing, tmp_path):
+  """Restored limiters have been known to block both sides for ever."""
+  config = tables.TableConfig(
+    mode='replay',
+    max_items=4,
+    min_items=2,
+    samples_per_insert=2.0,
+    samples_per_insert_tolerance=0.25,
+  )
+
+  def exchange(server, num_samples):
+    writer = closing(clients.make_writer(server.address, columns=_COLUMNS), 0.0)
+    sampler = closing(clients.make_sampler([server.address], columns=_COLUMNS))
+    deadline_s = time.monotonic() + 20.0
+    sampled = 0
+    while sampled < num_samples:
+      assert time.monotonic() < deadline_s
+      writer.write(test_utils.item(), 0.0)
+      sampled += sampler.sample(0.01) is not None
+
+  server = start_server(config, checkpoint_dir=tmp_path)
+  exchange(server, 30)
+  server.checkpoint(20.0)
+  before = clients.limiter_state(server.address, 5.0)[tables.TRAJECTORIES]
+  server.stop(20.0)
+  server = start_server(config, checkpoint_dir=tmp_path)
+  state = clients.limiter_state(server.address, 5.0)[tables.TRAJECTORIES]
+  assert state.current_size == before.current_size == 4
+  assert state.samples_completed >= 30
+  exchange(server, 60)
+  state = clients.limiter_state(server.address, 5.0)[tables.TRAJECTORIES]
+  assert state.samples_completed >= 90
+  error = state.inserts_completed * 2.0 - state.samples_completed
+  assert 2.0 <= error <= 6.0
 
 
 def test_only_the_last_k_are_kept_and_each_can_be_loaded(

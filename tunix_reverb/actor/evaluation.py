@@ -32,13 +32,13 @@ class EvaluationResult:
   def metrics(self) -> dict[str, float]:
     """The evaluator's metrics."""
     return {
-        'evaluation_return_mean': float(self.returns.mean()),
-        'evaluation_return_std': float(self.returns.std()),
-        'evaluation_return_min': float(self.returns.min()),
-        'evaluation_return_max': float(self.returns.max()),
-        'evaluation_length_mean': float(self.lengths.mean()),
-        'evaluation_episodes': float(self.returns.size),
-        'policy_version': float(self.policy_version),
+      'evaluation_return_mean': float(self.returns.mean()),
+      'evaluation_return_std': float(self.returns.std()),
+      'evaluation_return_min': float(self.returns.min()),
+      'evaluation_return_max': float(self.returns.max()),
+      'evaluation_length_mean': float(self.lengths.mean()),
+      'evaluation_episodes': float(self.returns.size),
+      'policy_version': float(self.policy_version),
     }
 
 
@@ -48,12 +48,12 @@ def environments_for(num_episodes: int, limit: int = 32) -> int:
 
 
 def evaluate(
-    environment: core.VectorEnvironment,
-    policy: policy_lib.BatchedPolicy,
-    *,
-    num_episodes: int,
-    keep_going: Callable[[], bool] = lambda: True,
-    on_progress: Callable[[], None] = lambda: None,
+  environment: core.VectorEnvironment,
+  policy: policy_lib.BatchedPolicy,
+  *,
+  num_episodes: int,
+  keep_going: Callable[[], bool] = lambda: True,
+  on_progress: Callable[[], None] = lambda: None,
 ) -> EvaluationResult | None:
   """Plays `num_episodes`, the same number in each environment.
 
@@ -75,8 +75,8 @@ def evaluate(
   share, rest = divmod(num_episodes, num)
   if rest:
     raise ValueError(
-        f'num_episodes ({num_episodes}) must be a multiple of the environments '
-        f'({num})'
+      f'num_episodes ({num_episodes}) must be a multiple of the environments '
+      f'({num})'
     )
   statistics = loop.EpisodeStatistics(num)
   started = np.zeros(num, np.bool_)
@@ -99,7 +99,7 @@ def evaluate(
     on_progress()
   episodes = np.array([e for slot in played for e in slot])
   return EvaluationResult(
-      returns=episodes[:, 0],
-      lengths=episodes[:, 1].astype(np.int64),
-      policy_version=policy.policy_version,
+    returns=episodes[:, 0],
+    lengths=episodes[:, 1].astype(np.int64),
+    policy_version=policy.policy_version,
   )

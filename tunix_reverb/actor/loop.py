@@ -47,7 +47,7 @@ class EpisodeStatistics:
     self._length[first] = 0
     for i in ids[timestep.step_type == _LAST]:
       self.finished.append(
-          (int(i), float(self._return[i]), int(self._length[i]))
+        (int(i), float(self._return[i]), int(self._length[i]))
       )
 
   def take(self) -> list[tuple[int, float, int]]:
@@ -60,13 +60,13 @@ class ActorLoop:
   """Steps a vector environment and hands every transition to an adder."""
 
   def __init__(
-      self,
-      *,
-      environment: core.VectorEnvironment,
-      policy: policy_lib.BatchedPolicy,
-      adder: core.VectorAdder,
-      variables: core.VariableSource,
-      variable_update_period_s: float,
+    self,
+    *,
+    environment: core.VectorEnvironment,
+    policy: policy_lib.BatchedPolicy,
+    adder: core.VectorAdder,
+    variables: core.VariableSource,
+    variable_update_period_s: float,
   ):
     """Call `wait_for_variables` before `step`."""
     self._environment = environment

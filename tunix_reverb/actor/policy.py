@@ -5,7 +5,8 @@ Letters: N environments, K of them answering at once.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -20,7 +21,7 @@ class ActingNetwork(Protocol):
   distribution: Any
 
   def step(
-      self, params: Any, observation: Any, core_state: Any, is_first: Any
+    self, params: Any, observation: Any, core_state: Any, is_first: Any
   ) -> tuple[Any, Any, Any]:
     """(distribution params, value [K], core state) for K environments."""
 
@@ -36,12 +37,12 @@ class BatchedPolicy:
   """
 
   def __init__(
-      self,
-      network: ActingNetwork,
-      *,
-      num_environments: int,
-      seed: int,
-      greedy: bool = False,
+    self,
+    network: ActingNetwork,
+    *,
+    num_environments: int,
+    seed: int,
+    greedy: bool = False,
   ):
     """A policy without variables yet: call `set_variables` first.
 
@@ -57,7 +58,7 @@ class BatchedPolicy:
     self._params: Any = None
     self.policy_version = 0
     self._initial_state = tree.map_structure(
-        np.array, network.initial_state(num_environments)
+      np.array, network.initial_state(num_environments)
     )
     self._core_state = tree.map_structure(np.copy, self._initial_state)
     self._is_recurrent = bool(tree.flatten(self._core_state))
@@ -69,7 +70,7 @@ class BatchedPolicy:
     self.policy_version = variables.policy_version
 
   def core_state_before(
-      self, environment_ids: np.ndarray, is_first: np.ndarray
+    self, environment_ids: np.ndarray, is_first: np.ndarray
   ) -> types.Nest:
     """The recurrent state that the next action will see.
 
@@ -91,10 +92,10 @@ class BatchedPolicy:
     return tree.map_structure(before, self._core_state, self._initial_state)
 
   def act(
-      self,
-      environment_ids: np.ndarray,
-      observation: types.Nest,
-      is_first: np.ndarray,
+    self,
+    environment_ids: np.ndarray,
+    observation: types.Nest,
+    is_first: np.ndarray,
   ) -> types.PolicyOutput:
     """Chooses actions for K environments.
 
@@ -116,9 +117,7 @@ class BatchedPolicy:
       )
       inputs = tree.map_structure(pad, inputs)
     self._calls += 1
-    output = self._act(
-      self._params, self._key, np.uint32(self._calls), *inputs
-    )
+    output = self._act(self._params, self._key, np.uint32(self._calls), *inputs)
     # Leaf by leaf: `jax.device_get` costs a third of a small policy's call.
     action, log_prob = np.asarray(output.action), np.asarray(output.log_prob)
     if count < self._num:
@@ -140,16 +139,16 @@ def _make_act(network: ActingNetwork, greedy: bool) -> Any:
 
   def act(params, key, call, observation, core_state, is_first):
     outputs, _, core_state = network.step(
-        params, observation, core_state, is_first
+      params, observation, core_state, is_first
     )
     if greedy:
       action = distribution.mode(outputs)
     else:
       action = distribution.sample(outputs, key=jax.random.fold_in(key, call))
     return types.PolicyOutput(
-        action=action,
-        log_prob=distribution.log_prob(outputs, action),
-        core_state=core_state,
+      action=action,
+      log_prob=distribution.log_prob(outputs, action),
+      core_state=core_state,
     )
 
   return act

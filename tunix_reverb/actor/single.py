@@ -20,12 +20,12 @@ class PolicyActor(core.Actor):
   """Acts with a `BatchedPolicy` of one and records through an `Adder`."""
 
   def __init__(
-      self,
-      policy: policy_lib.BatchedPolicy,
-      variables: core.VariableSource,
-      *,
-      adder: core.Adder | None = None,
-      variable_timeout_s: float = 60.0,
+    self,
+    policy: policy_lib.BatchedPolicy,
+    variables: core.VariableSource,
+    *,
+    adder: core.Adder | None = None,
+    variable_timeout_s: float = 60.0,
   ):
     """The first variables are awaited in the first `select_action`.
 
@@ -49,9 +49,9 @@ class PolicyActor(core.Actor):
     if not self._policy.policy_version:
       self.update(wait=True)
     output = self._policy.act(
-        self._ids,
-        tree.map_structure(lambda x: np.asarray(x)[None], observation),
-        self._is_first,
+      self._ids,
+      tree.map_structure(lambda x: np.asarray(x)[None], observation),
+      self._is_first,
     )
     self._is_first[:] = False
     self._log_prob = output.log_prob[0]
@@ -70,16 +70,16 @@ class PolicyActor(core.Actor):
       return
     not_first = np.zeros(1, np.bool_)
     self._adder.add(
-        action,
-        next_timestep,
-        extras={
-            'log_prob': self._log_prob,
-            'policy_version': np.int32(self._version),
-            'core_state': tree.map_structure(
-                lambda s: s[0],
-                self._policy.core_state_before(self._ids, not_first),
-            ),
-        },
+      action,
+      next_timestep,
+      extras={
+        'log_prob': self._log_prob,
+        'policy_version': np.int32(self._version),
+        'core_state': tree.map_structure(
+          lambda s: s[0],
+          self._policy.core_state_before(self._ids, not_first),
+        ),
+      },
     )
 
   def update(self, wait: bool = False) -> None:
@@ -89,12 +89,12 @@ class PolicyActor(core.Actor):
       errors.DeadlineExceededError: `wait` found no variables in time.
     """
     newer = self._variables.get_variables(
-        self._policy.policy_version + 1, self._timeout_s if wait else 0.0
+      self._policy.policy_version + 1, self._timeout_s if wait else 0.0
     )
     if newer is not None:
       self._policy.set_variables(newer)
     elif wait and not self._policy.policy_version:
       raise errors.DeadlineExceededError(
-          'actor waited for the first variables of the learner for '
-          f'{self._timeout_s} s'
+        'actor waited for the first variables of the learner for '
+        f'{self._timeout_s} s'
       )

@@ -24,7 +24,7 @@ class Bucket(NamedTuple):
 
 
 def make_buckets(
-    lengths: Sequence[int], *, batch_positions: int, row_multiple: int = 1
+  lengths: Sequence[int], *, batch_positions: int, row_multiple: int = 1
 ) -> tuple[Bucket, ...]:
   """Buckets of about `batch_positions` positions each.
 

@@ -18,12 +18,12 @@ from tunix_reverb.batching import placement
 
 # Columns with one entry per transition, copied to a segment's positions 0..T-1.
 _TRANSITION_COLUMNS = (
-    'action',
-    'reward',
-    'discount',
-    'behaviour_log_prob',
-    'policy_version',
-    'loss_mask',
+  'action',
+  'reward',
+  'discount',
+  'behaviour_log_prob',
+  'policy_version',
+  'loss_mask',
 )
 
 
@@ -48,7 +48,7 @@ class _Pending:
 def minimum_versions(trajectories: types.Trajectories) -> np.ndarray:
   """The oldest `policy_version` of each trajectory, i32 [N]."""
   return np.minimum.reduceat(
-      trajectories.policy_version, _starts(trajectories.lengths)
+    trajectories.policy_version, _starts(trajectories.lengths)
   )
 
 
@@ -63,11 +63,11 @@ class Packer:
   """
 
   def __init__(
-      self,
-      *,
-      buckets: Sequence[buckets_lib.Bucket],
-      columns: types.Trajectories,
-      window: float,
+    self,
+    *,
+    buckets: Sequence[buckets_lib.Bucket],
+    columns: types.Trajectories,
+    window: float,
   ):
     """Packs into `buckets`.
 
@@ -100,12 +100,11 @@ class Packer:
     if not self._pending:
       return None
     return min(
-        float(p.trajectories.created_at_s[p.index].min())
-        for p in self._pending
+      float(p.trajectories.created_at_s[p.index].min()) for p in self._pending
     )
 
   def add(
-      self, trajectories: types.Trajectories, keep: np.ndarray | None = None
+    self, trajectories: types.Trajectories, keep: np.ndarray | None = None
   ) -> None:
     """Takes an item's trajectories.
 
@@ -123,9 +122,9 @@ class Packer:
     longest = int(lengths[index].max()) + 1
     if longest > self._buckets[-1].length:
       raise ValueError(
-          f'trajectory positions ({longest}) must be <= the largest bucket '
-          f'({self._buckets[-1].length}); raise bucket_lengths or lower '
-          'trajectory_length'
+        f'trajectory positions ({longest}) must be <= the largest bucket '
+        f'({self._buckets[-1].length}); raise bucket_lengths or lower '
+        'trajectory_length'
       )
     pending = _Pending(trajectories, index)
     self._pending.append(pending)
@@ -158,8 +157,8 @@ class Packer:
   def _pack(self, bucket: buckets_lib.Bucket) -> types.PackedBatch:
     positions = self.pending_lengths + 1
     carried = np.repeat(
-        [p.carried for p in self._pending],
-        [p.index.size for p in self._pending],
+      [p.carried for p in self._pending],
+      [p.index.size for p in self._pending],
     )
     row = np.full(positions.size, -1, np.int32)
     start = np.zeros(positions.size, np.int32)
@@ -170,7 +169,7 @@ class Packer:
     return self._take(bucket, row, start)
 
   def _take(
-      self, bucket: buckets_lib.Bucket, row: np.ndarray, start: np.ndarray
+    self, bucket: buckets_lib.Bucket, row: np.ndarray, start: np.ndarray
   ) -> types.PackedBatch:
     """Moves the placed trajectories (row >= 0) from pending into a batch."""
     builder = _BatchBuilder(bucket, self._columns, row, start)
@@ -184,7 +183,7 @@ class Packer:
         builder.copy(pending.trajectories, pending.index[placed], chosen)
       if not placed.all():
         left.append(
-            _Pending(pending.trajectories, pending.index[~placed], True)
+          _Pending(pending.trajectories, pending.index[~placed], True)
         )
       begin = end
     self._pending = left
@@ -200,11 +199,11 @@ class _BatchBuilder:
   """
 
   def __init__(
-      self,
-      bucket: buckets_lib.Bucket,
-      columns: types.Trajectories,
-      row: np.ndarray,
-      start: np.ndarray,
+    self,
+    bucket: buckets_lib.Bucket,
+    columns: types.Trajectories,
+    row: np.ndarray,
+    start: np.ndarray,
   ):
     self._bucket = bucket
     self._row, self._start = row, start
@@ -213,23 +212,23 @@ class _BatchBuilder:
     empty = lambda spec: np.zeros((flat, *spec.shape[1:]), spec.dtype)
     self._observation = tree.map_structure(empty, columns.observation)
     self._transitions = {
-        name: empty(getattr(columns, name)) for name in _TRANSITION_COLUMNS
+      name: empty(getattr(columns, name)) for name in _TRANSITION_COLUMNS
     }
     self._segment_ids = np.zeros(flat, np.int32)
     self._positions = np.zeros(flat, np.int32)
     self._core_state = tree.map_structure(
-        lambda spec: np.zeros(
-            (bucket.rows, bucket.max_segments, *spec.shape[1:]), spec.dtype
-        ),
-        columns.core_state,
+      lambda spec: np.zeros(
+        (bucket.rows, bucket.max_segments, *spec.shape[1:]), spec.dtype
+      ),
+      columns.core_state,
     )
     self._segments: list[types.Segments] = []
 
   def copy(
-      self,
-      source: types.Trajectories,
-      index: np.ndarray,
-      chosen: np.ndarray,
+    self,
+    source: types.Trajectories,
+    index: np.ndarray,
+    chosen: np.ndarray,
   ) -> None:
     """Copies trajectories `index` of `source`, placed as entries `chosen`."""
     whole = index.size == source.lengths.size
@@ -242,13 +241,11 @@ class _BatchBuilder:
     first = _starts(source.lengths + 1)[index]
     picked = slice(None) if whole else np.repeat(first, lengths + 1) + offsets
     tree.map_structure(
-        lambda to, values: to.__setitem__(target, values[picked]),
-        self._observation,
-        source.observation,
+      lambda to, values: to.__setitem__(target, values[picked]),
+      self._observation,
+      source.observation,
     )
-    self._segment_ids[target] = np.repeat(
-        self._segment_id[chosen], lengths + 1
-    )
+    self._segment_ids[target] = np.repeat(self._segment_id[chosen], lengths + 1)
     self._positions[target] = offsets
 
     offsets = _within(lengths)
@@ -259,20 +256,20 @@ class _BatchBuilder:
       to[target] = getattr(source, name)[picked]
 
     tree.map_structure(
-        lambda to, values: to.__setitem__(
-            (row, self._segment_id[chosen] - 1), values[index]
-        ),
-        self._core_state,
-        source.core_state,
+      lambda to, values: to.__setitem__(
+        (row, self._segment_id[chosen] - 1), values[index]
+      ),
+      self._core_state,
+      source.core_state,
     )
     self._segments.append(
-        types.Segments(
-            row=row,
-            start=start,
-            length=lengths,
-            policy_version=minimum_versions(source)[index],
-            created_at_s=source.created_at_s[index],
-        )
+      types.Segments(
+        row=row,
+        start=start,
+        length=lengths,
+        policy_version=minimum_versions(source)[index],
+        created_at_s=source.created_at_s[index],
+      )
     )
 
   def batch(self) -> types.Batch:
@@ -280,25 +277,25 @@ class _BatchBuilder:
     shape = (self._bucket.rows, self._bucket.length)
     reshape = lambda array: array.reshape(shape + array.shape[1:])
     return types.Batch(
-        observation=tree.map_structure(reshape, self._observation),
-        segment_ids=reshape(self._segment_ids),
-        segment_positions=reshape(self._positions),
-        core_state=self._core_state,
-        **{name: reshape(a) for name, a in self._transitions.items()},
+      observation=tree.map_structure(reshape, self._observation),
+      segment_ids=reshape(self._segment_ids),
+      segment_positions=reshape(self._positions),
+      core_state=self._core_state,
+      **{name: reshape(a) for name, a in self._transitions.items()},
     )
 
   def build(self) -> types.PackedBatch:
     """The batch and the facts of its segments."""
     segments = types.Segments(
-        **{
-            field.name: np.concatenate(
-                [getattr(s, field.name) for s in self._segments]
-            )
-            for field in dataclasses.fields(types.Segments)
-        }
+      **{
+        field.name: np.concatenate(
+          [getattr(s, field.name) for s in self._segments]
+        )
+        for field in dataclasses.fields(types.Segments)
+      }
     )
     return types.PackedBatch(
-        batch=self.batch(), segments=segments, bucket=self._bucket.length
+      batch=self.batch(), segments=segments, bucket=self._bucket.length
     )
 
 
@@ -330,7 +327,7 @@ def fill(batch: types.PackedBatch) -> float:
 
 
 def empty_batch(
-    bucket: buckets_lib.Bucket, columns: types.Trajectories
+  bucket: buckets_lib.Bucket, columns: types.Trajectories
 ) -> types.Batch:
   """A batch of padding only: the shapes and dtypes to compile for."""
   none = np.zeros(0, np.int32)

@@ -25,7 +25,7 @@ class Rows:
     return sum(self._used)
 
   def place(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Places trajectories by first-fit decreasing; older ones of a length first.
+    """Places trajectories by first-fit decreasing; of a length, older first.
 
     Args:
       positions: i32 [N], positions T + 1 that each trajectory takes, in order
@@ -46,7 +46,7 @@ class Rows:
     return row, start
 
   def _place_class(
-      self, members: np.ndarray, size: int, row: np.ndarray, start: np.ndarray
+    self, members: np.ndarray, size: int, row: np.ndarray, start: np.ndarray
   ) -> None:
     placed = 0
     for index, used in enumerate(self._used):

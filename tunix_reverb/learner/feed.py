@@ -8,7 +8,8 @@ ages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from collections.abc import Iterator
 import dataclasses
 import queue
 import threading
@@ -35,17 +36,17 @@ class Feed(Iterator[types.PackedBatch | None]):
   """
 
   def __init__(
-      self,
-      sampler: core.ItemSampler,
-      packer: packer_lib.Packer,
-      *,
-      bound: bound_lib.StalenessBound,
-      drops: drops_lib.DropCounter,
-      place: Callable[[types.Batch], types.Batch],
-      learner_version: Callable[[], int],
-      prefetch_batches: int,
-      timeout_s: float = 1.0,
-      on_item: Callable[[], None] = lambda: None,
+    self,
+    sampler: core.ItemSampler,
+    packer: packer_lib.Packer,
+    *,
+    bound: bound_lib.StalenessBound,
+    drops: drops_lib.DropCounter,
+    place: Callable[[types.Batch], types.Batch],
+    learner_version: Callable[[], int],
+    prefetch_batches: int,
+    timeout_s: float = 1.0,
+    on_item: Callable[[], None] = lambda: None,
   ):
     """Reads from `sampler` once `start` is called.
 
@@ -72,9 +73,7 @@ class Feed(Iterator[types.PackedBatch | None]):
     self._room = threading.Condition()
     self._stop = threading.Event()
     self._error: BaseException | None = None
-    self._thread = threading.Thread(
-        target=self._run, name='feed', daemon=True
-    )
+    self._thread = threading.Thread(target=self._run, name='feed', daemon=True)
 
   def start(self) -> Feed:
     """Starts the thread."""
@@ -121,7 +120,7 @@ class Feed(Iterator[types.PackedBatch | None]):
   def _wait_for_room(self) -> None:
     with self._room:
       self._room.wait_for(
-          lambda: not self._ready.full() or self._stop.is_set(), timeout=1.0
+        lambda: not self._ready.full() or self._stop.is_set(), timeout=1.0
       )
 
   def _must_flush(self) -> bool:
@@ -151,10 +150,10 @@ class Feed(Iterator[types.PackedBatch | None]):
     self._on_item()
     trajectories = item.trajectories
     causes = self._bound.causes(
-        packer_lib.minimum_versions(trajectories),
-        trajectories.created_at_s,
-        learner_version=self._learner_version(),
-        now_s=time.time(),
+      packer_lib.minimum_versions(trajectories),
+      trajectories.created_at_s,
+      learner_version=self._learner_version(),
+      now_s=time.time(),
     )
     self._drops.see(trajectories.lengths)
     count_drops(self._drops, causes, trajectories.lengths)
@@ -162,7 +161,7 @@ class Feed(Iterator[types.PackedBatch | None]):
 
 
 def count_drops(
-    drops: drops_lib.DropCounter, causes: Any, lengths: Any
+  drops: drops_lib.DropCounter, causes: Any, lengths: Any
 ) -> None:
   """Counts the stale of `lengths` i32 [N] by their `causes` i8 [N]."""
   if causes.any():

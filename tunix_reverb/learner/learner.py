@@ -5,7 +5,10 @@ Letters: N trajectories of a batch, B rows, L positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
 import time
 from typing import Any
@@ -51,17 +54,17 @@ class PackedLearner(core.Learner):
   """
 
   def __init__(
-      self,
-      *,
-      state: Any,
-      updates: Mapping[int, CompiledUpdate],
-      batches: Iterator[types.PackedBatch | None],
-      bound: bound_lib.StalenessBound,
-      drops: drops_lib.DropCounter,
-      publisher: publisher_lib.Publisher | None = None,
-      limits: RunLimits = RunLimits(),
-      policy_version: int = 0,
-      on_report: Callable[[Mapping[str, float], int], None] | None = None,
+    self,
+    *,
+    state: Any,
+    updates: Mapping[int, CompiledUpdate],
+    batches: Iterator[types.PackedBatch | None],
+    bound: bound_lib.StalenessBound,
+    drops: drops_lib.DropCounter,
+    publisher: publisher_lib.Publisher | None = None,
+    limits: RunLimits = RunLimits(),
+    policy_version: int = 0,
+    on_report: Callable[[Mapping[str, float], int], None] | None = None,
   ):
     """Starts from `state`.
 
@@ -107,8 +110,8 @@ class PackedLearner(core.Learner):
     update = self._updates.get(packed.bucket)
     if update is None:
       raise ValueError(
-          f'bucket ({packed.bucket}) must be one of '
-          f'{sorted(self._updates)}; the batch fits no compiled update'
+        f'bucket ({packed.bucket}) must be one of '
+        f'{sorted(self._updates)}; the batch fits no compiled update'
       )
     with self.account.measure('compute'):
       self._state, metrics = update(self._state, packed.batch)
@@ -126,15 +129,13 @@ class PackedLearner(core.Learner):
       errors.NonFiniteError: too many updates in a row were skipped.
     """
     target = (
-        None
-        if num_learner_steps is None
-        else self.learner_step + num_learner_steps
+      None
+      if num_learner_steps is None
+      else self.learner_step + num_learner_steps
     )
     next_report_s = time.monotonic() + self._limits.report_period_s
     metrics: Mapping[str, Any] | None = None
-    while not self._stopped and (
-        target is None or self.learner_step < target
-    ):
+    while not self._stopped and (target is None or self.learner_step < target):
       metrics = self.step() or metrics
       if time.monotonic() >= next_report_s:
         next_report_s = time.monotonic() + self._limits.report_period_s
@@ -179,7 +180,7 @@ class PackedLearner(core.Learner):
   def restore(self, state: types.Nest) -> None:
     """See base class; takes arrays of the host or of the mesh."""
     self._state = jax.tree_util.tree_map(
-        lambda new, old: jax.device_put(new, old.sharding), state, self._state
+      lambda new, old: jax.device_put(new, old.sharding), state, self._state
     )
     self.learner_step = int(self._state.learner_step)
 
@@ -187,10 +188,10 @@ class PackedLearner(core.Learner):
     """The last staleness check: clears the loss mask of what is too old."""
     segments = packed.segments
     causes = self._bound.causes(
-        segments.policy_version,
-        segments.created_at_s,
-        learner_version=self.policy_version,
-        now_s=time.time(),
+      segments.policy_version,
+      segments.created_at_s,
+      learner_version=self.policy_version,
+      now_s=time.time(),
     )
     if not causes.any():
       return packed
@@ -200,13 +201,13 @@ class PackedLearner(core.Learner):
       return None
     mask = np.array(packed.batch.loss_mask)
     for row, start, length in zip(
-        segments.row[~fresh], segments.start[~fresh], segments.length[~fresh]
+      segments.row[~fresh], segments.start[~fresh], segments.length[~fresh]
     ):
       mask[row, start : start + length] = False
     return dataclasses.replace(
-        packed,
-        batch=packed.batch._replace(loss_mask=mask),
-        segments=_select(segments, fresh),
+      packed,
+      batch=packed.batch._replace(loss_mask=mask),
+      segments=_select(segments, fresh),
     )
 
   def _report(self, metrics: Mapping[str, Any] | None) -> None:
@@ -215,27 +216,27 @@ class PackedLearner(core.Learner):
     values = {name: float(value) for name, value in metrics.items()}
     if self._on_report is not None:
       self._on_report(
-          {
-              **values,
-              **self.report.take(),
-              'learner_step': float(self.learner_step),
-              'policy_version': float(self.policy_version),
-          },
-          self.learner_step,
+        {
+          **values,
+          **self.report.take(),
+          'learner_step': float(self.learner_step),
+          'policy_version': float(self.policy_version),
+        },
+        self.learner_step,
       )
     in_a_row = values.get('non_finite_updates', 0)
     if in_a_row >= self._limits.max_non_finite_updates:
       raise errors.NonFiniteError(
-          f'non_finite_updates ({in_a_row:.0f}) in a row must stay below '
-          f'max_non_finite_updates ({self._limits.max_non_finite_updates}): '
-          'lower the learning rate or check the rewards for NaN'
+        f'non_finite_updates ({in_a_row:.0f}) in a row must stay below '
+        f'max_non_finite_updates ({self._limits.max_non_finite_updates}): '
+        'lower the learning rate or check the rewards for NaN'
       )
 
 
 def _select(segments: types.Segments, keep: np.ndarray) -> types.Segments:
   return types.Segments(
-      **{
-          field.name: getattr(segments, field.name)[keep]
-          for field in dataclasses.fields(segments)
-      }
+    **{
+      field.name: getattr(segments, field.name)[keep]
+      for field in dataclasses.fields(segments)
+    }
   )

@@ -21,7 +21,7 @@ class Publisher:
     self._closed = False
     self._error: BaseException | None = None
     self._thread = threading.Thread(
-        target=self._run, name='publisher', daemon=True
+      target=self._run, name='publisher', daemon=True
     )
     self._thread.start()
 
@@ -47,9 +47,10 @@ class Publisher:
     """Waits until all is published; returns False at the deadline."""
     with self._wake:
       return self._wake.wait_for(
-          lambda: self._error is not None
-          or (self._next is None and not self._busy),
-          timeout_s,
+        lambda: (
+          self._error is not None or (self._next is None and not self._busy)
+        ),
+        timeout_s,
       )
 
   def close(self, timeout_s: float) -> None:

@@ -14,9 +14,7 @@ from tunix_reverb.telemetry import timing
 class LearnerReport:
   """Gathers rates, policy lags, ages, fill and drops between reports."""
 
-  def __init__(
-      self, drops: drops_lib.DropCounter, account: timing.TimeAccount
-  ):
+  def __init__(self, drops: drops_lib.DropCounter, account: timing.TimeAccount):
     """Reports `drops` and the time of `account` beside its own figures."""
     self._drops = drops
     self._account = account
@@ -42,13 +40,11 @@ class LearnerReport:
     """The metrics since the last call."""
     prefixed = statistics.prefixed
     metrics = {
-        'learner_steps_per_s': self._steps.take(),
-        'transitions_per_s': self._transitions.take(),
-        'transitions_total': float(self.transitions_total),
-        **prefixed(
-            'policy_lag', self._lags.take(), 'mean', 'p50', 'p95', 'max'
-        ),
-        **prefixed('age_s', self._ages_s.take(), 'mean', 'p95', 'max'),
+      'learner_steps_per_s': self._steps.take(),
+      'transitions_per_s': self._transitions.take(),
+      'transitions_total': float(self.transitions_total),
+      **prefixed('policy_lag', self._lags.take(), 'mean', 'p50', 'p95', 'max'),
+      **prefixed('age_s', self._ages_s.take(), 'mean', 'p95', 'max'),
     }
     fills = self._fills.take()
     if fills:

@@ -46,6 +46,7 @@ class LossConfig:
   baseline_cost: float = 0.5
   entropy_cost: float = 0.01
   reward_clip: float = 0.0
+  reward_scale: float = 1.0
 
 
 class LearnerState(NamedTuple):
@@ -165,6 +166,7 @@ def batch_loss_sums(
       c_bar=loss_config.c_bar,
       vtrace_lambda=loss_config.vtrace_lambda,
       reward_clip=loss_config.reward_clip,
+      reward_scale=loss_config.reward_scale,
     )
   )(
     network.distribution.log_prob(distribution_params, batch.action),

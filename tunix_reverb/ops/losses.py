@@ -60,6 +60,7 @@ def vtrace_actor_critic_loss(
   c_bar: float,
   vtrace_lambda: float,
   reward_clip: float,
+  reward_scale: float,
 ) -> LossSums:
   """The loss of Espeholt et al. 2018, section 4.2, over one packed row.
 
@@ -80,6 +81,7 @@ def vtrace_actor_critic_loss(
     c_bar: see `vtrace.vtrace`.
     vtrace_lambda: see `vtrace.vtrace`.
     reward_clip: rewards are clipped to +-this; 0 leaves them alone.
+    reward_scale: rewards are multiplied by this, after the clip.
 
   Returns:
     `LossSums`.
@@ -99,6 +101,7 @@ def vtrace_actor_critic_loss(
 
   if reward_clip > 0:
     rewards = jnp.clip(rewards, -reward_clip, reward_clip)
+  rewards = rewards * reward_scale
   is_transition = vtrace.transition_mask(segment_ids)
   mask = loss_mask & is_transition
   log_rhos = jnp.where(

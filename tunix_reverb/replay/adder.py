@@ -28,11 +28,11 @@ from tunix_reverb import core
 from tunix_reverb import types
 
 _TRANSITION_COLUMNS = (
-    'action',
-    'reward',
-    'discount',
-    'behaviour_log_prob',
-    'policy_version',
+  'action',
+  'reward',
+  'discount',
+  'behaviour_log_prob',
+  'policy_version',
 )
 
 
@@ -45,17 +45,17 @@ class TrajectoryAdder(core.VectorAdder):
   """
 
   def __init__(
-      self,
-      *,
-      columns: types.Trajectories,
-      num_environments: int,
-      trajectory_length: int,
-      writer: core.ItemWriter,
-      actor_id: int,
-      item_bytes: int,
-      item_age_s: float,
-      keep_waiting: Callable[[], bool] = lambda: True,
-      clock: Callable[[], float] = time.time,
+    self,
+    *,
+    columns: types.Trajectories,
+    num_environments: int,
+    trajectory_length: int,
+    writer: core.ItemWriter,
+    actor_id: int,
+    item_bytes: int,
+    item_age_s: float,
+    keep_waiting: Callable[[], bool] = lambda: True,
+    clock: Callable[[], float] = time.time,
   ):
     """Writes items through `writer`.
 
@@ -80,7 +80,7 @@ class TrajectoryAdder(core.VectorAdder):
     self._clock = clock
     self._open = _OpenTrajectories(columns, num_environments, trajectory_length)
     self._max_item_transitions = max(
-        1, int(item_bytes // _bytes_per_transition(columns))
+      1, int(item_bytes // _bytes_per_transition(columns))
     )
     self._group: list[list[np.ndarray]] = []
     self._group_transitions = 0
@@ -150,7 +150,9 @@ class TrajectoryAdder(core.VectorAdder):
       return
     # Several items when the trajectories that end together exceed one.
     share = np.cumsum(sizes) // (self._max_item_transitions + 1)
-    for part in np.split(np.arange(ids.size), np.flatnonzero(np.diff(share)) + 1):
+    for part in np.split(
+      np.arange(ids.size), np.flatnonzero(np.diff(share)) + 1
+    ):
       self._collect(
         self._open.take(ids[part], truncated[part], self._actor_id), sizes[part]
       )
@@ -302,7 +304,7 @@ class EnvironmentAdder(core.Adder):
     """
     self._adder = adder
     self._initial_core_state = tree.map_structure(
-        lambda s: np.asarray(s)[None], core_state
+      lambda s: np.asarray(s)[None], core_state
     )
     self._ids = np.zeros(1, np.int32)
 
@@ -371,9 +373,9 @@ def _rows(nest: types.Nest, mask: np.ndarray) -> types.Nest:
 
 def _bytes_per_transition(columns: types.Trajectories) -> float:
   leaves = tree.flatten(
-      [columns.observation]
-      + [getattr(columns, name) for name in _TRANSITION_COLUMNS]
+    [columns.observation]
+    + [getattr(columns, name) for name in _TRANSITION_COLUMNS]
   )
   return sum(
-      spec.dtype.itemsize * float(np.prod(spec.shape[1:])) for spec in leaves
+    spec.dtype.itemsize * float(np.prod(spec.shape[1:])) for spec in leaves
   )

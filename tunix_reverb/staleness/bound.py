@@ -28,12 +28,12 @@ class StalenessBound:
   max_age_s: float
 
   def causes(
-      self,
-      policy_version: np.ndarray,
-      created_at_s: np.ndarray,
-      *,
-      learner_version: int,
-      now_s: float,
+    self,
+    policy_version: np.ndarray,
+    created_at_s: np.ndarray,
+    *,
+    learner_version: int,
+    now_s: float,
   ) -> np.ndarray:
     """Why each trajectory is too old: int8 [N] of FRESH, LAG or AGE.
 

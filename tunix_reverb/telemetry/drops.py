@@ -58,16 +58,16 @@ class DropCounter:
     total = max(1, seen.sum())
     middle = np.cumsum(seen) - seen / 2
     deciles = np.minimum(
-        (middle * NUM_DECILES / total).astype(int), NUM_DECILES - 1
+      (middle * NUM_DECILES / total).astype(int), NUM_DECILES - 1
     )
-    return np.bincount(
-        deciles, weights=dropped, minlength=NUM_DECILES
-    ).astype(np.int64)
+    return np.bincount(deciles, weights=dropped, minlength=NUM_DECILES).astype(
+      np.int64
+    )
 
   def _grow(self, lengths: np.ndarray) -> None:
     need = int(lengths.max(initial=0)) + 1 - self._seen.size
     if need > 0:
       self._seen = np.pad(self._seen, (0, need))
       self._dropped = {
-          cause: np.pad(n, (0, need)) for cause, n in self._dropped.items()
+        cause: np.pad(n, (0, need)) for cause, n in self._dropped.items()
       }

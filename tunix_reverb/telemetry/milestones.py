@@ -1,4 +1,4 @@
-"""When each role got how far in starting up: an audit of the start's latency."""
+"""When each role got how far in starting up: where its time goes."""
 
 from __future__ import annotations
 
@@ -40,5 +40,6 @@ def read(run_dir: pathlib.Path) -> list[dict[str, str | float]]:
   path = run_dir / _FILE
   if not path.exists():
     return []
-  lines = path.read_text().splitlines()
+  # A full disk may have cut the last line off.
+  lines = [line for line in path.read_text().splitlines() if line.endswith('}')]
   return sorted((json.loads(line) for line in lines), key=lambda m: m['time_s'])

@@ -5,7 +5,10 @@ Every role builds its parts here, from the same config, so that they agree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
 import pathlib
 from typing import Any
@@ -59,62 +62,64 @@ class AgentSpec:
 def make_agent_spec(config: config_lib.ExperimentConfig) -> AgentSpec:
   """Makes one environment to read its specs, and the network for them."""
   environment_spec = factory.environment_spec(
-      config.environment, seed=config.seed
+    config.environment, seed=config.seed
   )
   network = policy_network.make_policy_network(
-      environment_spec,
-      torso=config.network.torso,
-      hidden_sizes=config.network.hidden_sizes,
-      core=config.network.core,
-      core_size=config.network.core_size,
+    environment_spec,
+    torso=config.network.torso,
+    hidden_sizes=config.network.hidden_sizes,
+    core=config.network.core,
+    core_size=config.network.core_size,
   )
   columns = specs.trajectories_spec(environment_spec, network.core_state_spec())
   return AgentSpec(environment_spec, network, columns)
 
 
-def make_table_config(config: config_lib.ExperimentConfig) -> tables.TableConfig:
+def make_table_config(
+  config: config_lib.ExperimentConfig,
+) -> tables.TableConfig:
   """What the replay server serves."""
   replay = config.replay
   return tables.TableConfig(
-      mode=replay.replay_mode,
-      sampler=replay.sampler,
-      priority_exponent=replay.priority_exponent,
-      max_items=replay.max_table_items,
-      min_items=replay.min_table_items,
-      samples_per_insert=replay.samples_per_insert,
-      samples_per_insert_tolerance=replay.samples_per_insert_tolerance,
+    mode=replay.replay_mode,
+    sampler=replay.sampler,
+    priority_exponent=replay.priority_exponent,
+    max_items=replay.max_table_items,
+    min_items=replay.min_table_items,
+    samples_per_insert=replay.samples_per_insert,
+    samples_per_insert_tolerance=replay.samples_per_insert_tolerance,
   )
 
 
 def make_buckets(
-    config: config_lib.ExperimentConfig, *, row_multiple: int = 1
+  config: config_lib.ExperimentConfig, *, row_multiple: int = 1
 ) -> tuple[buckets_lib.Bucket, ...]:
   """The batch shapes."""
   return buckets_lib.make_buckets(
-      config.batch.bucket_lengths,
-      batch_positions=config.batch.batch_positions,
-      row_multiple=row_multiple,
+    config.batch.bucket_lengths,
+    batch_positions=config.batch.batch_positions,
+    row_multiple=row_multiple,
   )
 
 
 def make_bound(config: config_lib.ExperimentConfig) -> bound_lib.StalenessBound:
   """The staleness bound."""
   return bound_lib.StalenessBound(
-      max_policy_lag=config.staleness.max_policy_lag,
-      max_age_s=config.staleness.max_age_s,
+    max_policy_lag=config.staleness.max_policy_lag,
+    max_age_s=config.staleness.max_age_s,
   )
 
 
 def make_actor_loop(
-    config: config_lib.ExperimentConfig,
-    agent: AgentSpec,
-    *,
-    actor_id: int,
-    writer: core.ItemWriter,
-    variables: core.VariableSource,
-    keep_waiting: Callable[[], bool] = lambda: True,
+  config: config_lib.ExperimentConfig,
+  agent: AgentSpec,
+  *,
+  actor_id: int,
+  writer: core.ItemWriter,
+  variables: core.VariableSource,
+  keep_waiting: Callable[[], bool] = lambda: True,
 ) -> tuple[
-    loop_lib.ActorLoop, adder_lib.TrajectoryAdder, core.VectorEnvironment
+  loop_lib.ActorLoop, adder_lib.TrajectoryAdder, core.VectorEnvironment
 ]:
   """One actor process's loop, its adder and its environments.
 
@@ -123,54 +128,54 @@ def make_actor_loop(
   num = config.actor.environments_per_actor
   seed = config.seed + _ACTOR_SEED_STRIDE * (actor_id + 1)
   environment = factory.make_vector(
-      config.environment,
-      num_environments=num,
-      mode=config.actor.environment_mode,
-      seed=seed,
-      timeout_s=config.actor.environment_timeout_s,
+    config.environment,
+    num_environments=num,
+    mode=config.actor.environment_mode,
+    seed=seed,
+    timeout_s=config.actor.environment_timeout_s,
   )
   adder = adder_lib.TrajectoryAdder(
-      columns=agent.columns,
-      num_environments=num,
-      trajectory_length=config.actor.trajectory_length,
-      writer=writer,
-      actor_id=actor_id,
-      item_bytes=config.actor.item_bytes,
-      item_age_s=config.actor.item_age_s,
-      keep_waiting=keep_waiting,
+    columns=agent.columns,
+    num_environments=num,
+    trajectory_length=config.actor.trajectory_length,
+    writer=writer,
+    actor_id=actor_id,
+    item_bytes=config.actor.item_bytes,
+    item_age_s=config.actor.item_age_s,
+    keep_waiting=keep_waiting,
   )
   policy = policy_lib.BatchedPolicy(
-      agent.network, num_environments=num, seed=seed
+    agent.network, num_environments=num, seed=seed
   )
   loop = loop_lib.ActorLoop(
-      environment=environment,
-      policy=policy,
-      adder=adder,
-      variables=variables,
-      variable_update_period_s=config.actor.variable_update_period_s,
+    environment=environment,
+    policy=policy,
+    adder=adder,
+    variables=variables,
+    variable_update_period_s=config.actor.variable_update_period_s,
   )
   return loop, adder, environment
 
 
 def make_evaluator(
-    config: config_lib.ExperimentConfig,
-    agent: AgentSpec,
-    *,
-    num_environments: int,
+  config: config_lib.ExperimentConfig,
+  agent: AgentSpec,
+  *,
+  num_environments: int,
 ) -> tuple[core.VectorEnvironment, policy_lib.BatchedPolicy]:
   """Environments and a greedy policy for evaluation."""
   environment = factory.make_vector(
-      config.environment,
-      num_environments=num_environments,
-      mode='vectorised',
-      seed=config.seed + _EVALUATOR_SEED,
-      timeout_s=config.actor.environment_timeout_s,
+    config.environment,
+    num_environments=num_environments,
+    mode='vectorised',
+    seed=config.seed + _EVALUATOR_SEED,
+    timeout_s=config.actor.environment_timeout_s,
   )
   policy = policy_lib.BatchedPolicy(
-      agent.network,
-      num_environments=num_environments,
-      seed=config.seed,
-      greedy=True,
+    agent.network,
+    num_environments=num_environments,
+    seed=config.seed,
+    greedy=True,
   )
   return environment, policy
 
@@ -193,10 +198,10 @@ class LearnerParts:
 
 
 def make_learner_parts(
-    config: config_lib.ExperimentConfig,
-    agent: AgentSpec,
-    *,
-    devices: Sequence[jax.Device] | None = None,
+  config: config_lib.ExperimentConfig,
+  agent: AgentSpec,
+  *,
+  devices: Sequence[jax.Device] | None = None,
 ) -> LearnerParts:
   """Makes the mesh and the state, and compiles the update of every bucket.
 
@@ -207,53 +212,51 @@ def make_learner_parts(
   data = config.learner.data_axis or len(devices)
   if data > len(devices):
     raise ValueError(
-        f'data_axis ({data}) must be <= the devices there are ({len(devices)})'
+      f'data_axis ({data}) must be <= the devices there are ({len(devices)})'
     )
   mesh = mesh_lib.make_mesh(devices[:data], data=data)
   state = _init_state(config, agent, mesh)
   update = update_lib.make_update(
-      agent.network, _optimiser(config.learner), mesh,
-      _loss_config(config.learner),
+    agent.network,
+    _optimiser(config.learner),
+    mesh,
+    _loss_config(config.learner),
   )
-  buckets = make_buckets(
-      config, row_multiple=mesh_lib.num_batch_shards(mesh)
-  )
+  buckets = make_buckets(config, row_multiple=mesh_lib.num_batch_shards(mesh))
   updates = {
-      bucket.length: update.lower(
-          state,
-          mesh_lib.place_batch(
-              packer_lib.empty_batch(bucket, agent.columns), mesh
-          ),
-      ).compile()
-      for bucket in buckets
+    bucket.length: update.lower(
+      state,
+      mesh_lib.place_batch(packer_lib.empty_batch(bucket, agent.columns), mesh),
+    ).compile()
+    for bucket in buckets
   }
   return LearnerParts(mesh, buckets, state, updates)
 
 
 def make_feed(
-    config: config_lib.ExperimentConfig,
-    agent: AgentSpec,
-    parts: LearnerParts,
-    *,
-    sampler: core.ItemSampler,
-    drops: drops_lib.DropCounter,
-    learner_version: Callable[[], int],
-    on_item: Callable[[], None] = lambda: None,
+  config: config_lib.ExperimentConfig,
+  agent: AgentSpec,
+  parts: LearnerParts,
+  *,
+  sampler: core.ItemSampler,
+  drops: drops_lib.DropCounter,
+  learner_version: Callable[[], int],
+  on_item: Callable[[], None] = lambda: None,
 ) -> feed_lib.Feed:
   """The feed from a sampler to the mesh; call `start` on it."""
   return feed_lib.Feed(
-      sampler,
-      packer_lib.Packer(
-          buckets=parts.buckets,
-          columns=agent.columns,
-          window=config.batch.packing_window,
-      ),
-      bound=make_bound(config),
-      drops=drops,
-      place=lambda batch: mesh_lib.place_batch(batch, parts.mesh),
-      learner_version=learner_version,
-      prefetch_batches=config.batch.prefetch_batches,
-      on_item=on_item,
+    sampler,
+    packer_lib.Packer(
+      buckets=parts.buckets,
+      columns=agent.columns,
+      window=config.batch.packing_window,
+    ),
+    bound=make_bound(config),
+    drops=drops,
+    place=lambda batch: mesh_lib.place_batch(batch, parts.mesh),
+    learner_version=learner_version,
+    prefetch_batches=config.batch.prefetch_batches,
+    on_item=on_item,
   )
 
 
@@ -263,34 +266,34 @@ def make_drop_counter() -> drops_lib.DropCounter:
 
 
 def make_learner(
-    config: config_lib.ExperimentConfig,
-    parts: LearnerParts,
-    *,
-    batches: Iterator[types.PackedBatch | None],
-    drops: drops_lib.DropCounter,
-    publisher: publisher_lib.Publisher | None = None,
-    on_report: Callable[[Mapping[str, float], int], None] | None = None,
+  config: config_lib.ExperimentConfig,
+  parts: LearnerParts,
+  *,
+  batches: Iterator[types.PackedBatch | None],
+  drops: drops_lib.DropCounter,
+  publisher: publisher_lib.Publisher | None = None,
+  on_report: Callable[[Mapping[str, float], int], None] | None = None,
 ) -> learner_lib.PackedLearner:
   """The learner over any iterator of packed batches."""
   return learner_lib.PackedLearner(
-      state=parts.state,
-      updates=parts.updates,
-      batches=batches,
-      bound=make_bound(config),
-      drops=drops,
-      publisher=publisher,
-      limits=learner_lib.RunLimits(
-          publish_period=config.learner.publish_period,
-          max_non_finite_updates=config.learner.max_non_finite_updates,
-      ),
-      on_report=on_report,
+    state=parts.state,
+    updates=parts.updates,
+    batches=batches,
+    bound=make_bound(config),
+    drops=drops,
+    publisher=publisher,
+    limits=learner_lib.RunLimits(
+      publish_period=config.learner.publish_period,
+      max_non_finite_updates=config.learner.max_non_finite_updates,
+    ),
+    on_report=on_report,
   )
 
 
 def load_variables(
-    config: config_lib.ExperimentConfig,
-    agent: AgentSpec,
-    directory: pathlib.Path,
+  config: config_lib.ExperimentConfig,
+  agent: AgentSpec,
+  directory: pathlib.Path,
 ) -> types.Variables:
   """The params of a run's newest loadable learner checkpoint.
 
@@ -308,13 +311,13 @@ def load_variables(
   checkpointer = checkpoints.LearnerCheckpointer(directory, max_to_keep=1)
   try:
     state, metadata = checkpointer.restore_latest(
-        _init_state(config, agent, mesh)
+      _init_state(config, agent, mesh)
     )
   finally:
     checkpointer.close(timeout_s=1.0)
   return types.Variables(
-      policy_version=int(metadata['policy_version']),
-      params=jax.tree_util.tree_map(np.array, state.params),
+    policy_version=int(metadata['policy_version']),
+    params=jax.tree_util.tree_map(np.array, state.params),
   )
 
 
@@ -324,34 +327,35 @@ def checkpoint_dir(run_dir: pathlib.Path) -> pathlib.Path:
 
 
 def _init_state(
-    config: config_lib.ExperimentConfig, agent: AgentSpec, mesh: Any
+  config: config_lib.ExperimentConfig, agent: AgentSpec, mesh: Any
 ) -> update_lib.LearnerState:
   return update_lib.init_state(
-      agent.network,
-      _optimiser(config.learner),
-      mesh,
-      key=jax.random.PRNGKey(config.seed),
+    agent.network,
+    _optimiser(config.learner),
+    mesh,
+    key=jax.random.PRNGKey(config.seed),
   )
 
 
 def _optimiser(
-    learner: config_lib.LearnerConfig,
+  learner: config_lib.LearnerConfig,
 ) -> optimiser_lib.Optimiser:
   return optimiser_lib.make_optimiser(
-      learning_rate=learner.learning_rate,
-      learning_rate_end=learner.learning_rate_end,
-      decay_steps=learner.learning_rate_decay_steps,
-      max_grad_norm=learner.max_grad_norm,
+    learning_rate=learner.learning_rate,
+    learning_rate_end=learner.learning_rate_end,
+    decay_steps=learner.learning_rate_decay_steps,
+    max_grad_norm=learner.max_grad_norm,
   )
 
 
 def _loss_config(learner: config_lib.LearnerConfig) -> Any:
   return update_lib.LossConfig(
-      discount_factor=learner.discount_factor,
-      rho_bar=learner.rho_bar,
-      c_bar=learner.c_bar,
-      vtrace_lambda=learner.vtrace_lambda,
-      baseline_cost=learner.baseline_cost,
-      entropy_cost=learner.entropy_cost,
-      reward_clip=learner.reward_clip,
+    discount_factor=learner.discount_factor,
+    rho_bar=learner.rho_bar,
+    c_bar=learner.c_bar,
+    vtrace_lambda=learner.vtrace_lambda,
+    baseline_cost=learner.baseline_cost,
+    entropy_cost=learner.entropy_cost,
+    reward_clip=learner.reward_clip,
+    reward_scale=learner.reward_scale,
   )

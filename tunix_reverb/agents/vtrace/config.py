@@ -8,17 +8,19 @@ carries its help text with its unit.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import dataclasses
+import itertools
 import json
 import math
-from typing import Any, Mapping
+from typing import Any
 
 from tunix_reverb import errors
 
 
 def _field(default: Any, help_text: str, choices: tuple[str, ...] = ()) -> Any:
   return dataclasses.field(
-      default=default, metadata={'help': help_text, 'choices': choices}
+    default=default, metadata={'help': help_text, 'choices': choices}
   )
 
 
@@ -33,7 +35,7 @@ def _validate_choices(group: Any) -> None:
     value = getattr(group, field.name)
     if choices:
       _require(
-          value in choices, field.name, value, f'be one of {", ".join(choices)}'
+        value in choices, field.name, value, f'be one of {", ".join(choices)}'
       )
 
 
@@ -54,17 +56,17 @@ class NetworkConfig:
   """The policy network."""
 
   torso: str = _field(
-      'auto',
-      'Observation torso: mlp, impala (residual conv for [H, W, C] images), '
-      'atari (the shallow conv 16-32 + 256), or auto (impala for rank-3 '
-      'uint8 observations, else mlp).',
-      ('auto', 'mlp', 'impala', 'atari'),
+    'auto',
+    'Observation torso: mlp, impala (residual conv for [H, W, C] images), '
+    'atari (the shallow conv 16-32 + 256), or auto (impala for rank-3 '
+    'uint8 observations, else mlp).',
+    ('auto', 'mlp', 'impala', 'atari'),
   )
   hidden_sizes: tuple[int, ...] = _field(
-      (64, 64), 'Layer sizes of the MLP torso, units.'
+    (64, 64), 'Layer sizes of the MLP torso, units.'
   )
   core: str = _field(
-      'none', 'Recurrent core after the torso.', ('none', 'lstm', 'gru')
+    'none', 'Recurrent core after the torso.', ('none', 'lstm', 'gru')
   )
   core_size: int = _field(64, 'Size of the recurrent core, units.')
 
@@ -72,10 +74,10 @@ class NetworkConfig:
     _validate_choices(self)
     _positive(self, 'core_size')
     _require(
-        len(self.hidden_sizes) > 0 and all(n > 0 for n in self.hidden_sizes),
-        'hidden_sizes',
-        self.hidden_sizes,
-        'hold at least one size, all > 0',
+      len(self.hidden_sizes) > 0 and all(n > 0 for n in self.hidden_sizes),
+      'hidden_sizes',
+      self.hidden_sizes,
+      'hold at least one size, all > 0',
     )
 
 
@@ -85,44 +87,49 @@ class ActorConfig:
 
   num_actors: int = _field(2, 'Actor processes.')
   environments_per_actor: int = _field(
-      32, 'Environments behind one policy call in each actor process.'
+    32, 'Environments behind one policy call in each actor process.'
   )
   environment_mode: str = _field(
-      'vectorised',
-      'vectorised: all environments step together (fast environments); '
-      'asynchronous: each steps in its own thread and none waits for another '
-      '(slow ones).',
-      ('vectorised', 'asynchronous'),
+    'vectorised',
+    'vectorised: all environments step together (fast environments); '
+    'asynchronous: each steps in its own thread and none waits for another '
+    '(slow ones).',
+    ('vectorised', 'asynchronous'),
   )
   environment_timeout_s: float = _field(
-      60.0,
-      'Seconds an asynchronous environment may take for one step before it is '
-      'replaced and its trajectory cut.',
+    60.0,
+    'Seconds an asynchronous environment may take for one step before it is '
+    'replaced and its trajectory cut.',
   )
   trajectory_length: int = _field(
-      32,
-      'Most transitions T of one stored trajectory. Shorter episodes are '
-      'stored whole; longer ones as unrolls of T that overlap by one bootstrap '
-      'timestep.',
+    32,
+    'Most transitions T of one stored trajectory. Shorter episodes are '
+    'stored whole; longer ones as unrolls of T that overlap by one bootstrap '
+    'timestep.',
   )
   item_bytes: int = _field(
-      65536,
-      'Trajectories of one actor are grouped into an item up to this size, '
-      'bytes. 1 stores each trajectory as an item of its own.',
+    65536,
+    'Trajectories of one actor are grouped into an item up to this size, '
+    'bytes. 1 stores each trajectory as an item of its own.',
   )
   item_age_s: float = _field(
-      0.1, 'A group of trajectories is sent at this age, seconds.'
+    0.1, 'A group of trajectories is sent at this age, seconds.'
   )
   variable_update_period_s: float = _field(
-      0.05, 'How often actors ask for newer variables, seconds.'
+    0.05, 'How often actors ask for newer variables, seconds.'
   )
 
   def __post_init__(self) -> None:
     _validate_choices(self)
     _positive(
-        self, 'num_actors', 'environments_per_actor', 'environment_timeout_s',
-        'trajectory_length', 'item_bytes', 'item_age_s',
-        'variable_update_period_s',
+      self,
+      'num_actors',
+      'environments_per_actor',
+      'environment_timeout_s',
+      'trajectory_length',
+      'item_bytes',
+      'item_age_s',
+      'variable_update_period_s',
     )
 
 
@@ -131,57 +138,62 @@ class ReplayConfig:
   """The replay server's tables."""
 
   replay_mode: str = _field(
-      'queue',
-      'queue: each item is learnt once, oldest first; replay: items are '
-      'sampled samples_per_insert times on average.',
-      ('queue', 'replay'),
+    'queue',
+    'queue: each item is learnt once, oldest first; replay: items are '
+    'sampled samples_per_insert times on average.',
+    ('queue', 'replay'),
   )
   sampler: str = _field(
-      'uniform',
-      'Item selection in replay mode; prioritised prefers fresh policies '
-      '(priority is the minimum policy_version).',
-      ('uniform', 'prioritised'),
+    'uniform',
+    'Item selection in replay mode; prioritised prefers fresh policies '
+    '(priority is the minimum policy_version).',
+    ('uniform', 'prioritised'),
   )
   priority_exponent: float = _field(
-      1.0, 'Exponent of the prioritised sampler, no unit.'
+    1.0, 'Exponent of the prioritised sampler, no unit.'
   )
   max_table_items: int = _field(
-      16, 'Most items in the table of one server. In queue mode inserts wait.'
+    16, 'Most items in the table of one server. In queue mode inserts wait.'
   )
   min_table_items: int = _field(
-      1, 'Items in the table before replay mode hands out samples.'
+    1, 'Items in the table before replay mode hands out samples.'
   )
   samples_per_insert: float = _field(
-      2.0, 'Times an item is sampled on average in replay mode.'
+    2.0, 'Times an item is sampled on average in replay mode.'
   )
   samples_per_insert_tolerance: float = _field(
-      0.5,
-      'Slack of samples_per_insert before one side waits, as a fraction of '
-      'max_table_items * samples_per_insert.',
+    0.5,
+    'Slack of samples_per_insert before one side waits, as a fraction of '
+    'max_table_items * samples_per_insert.',
   )
   num_servers: int = _field(
-      1, 'Replay servers the items are spread over (shards).'
+    1, 'Replay servers the items are spread over (shards).'
   )
   replay_checkpoint_period_s: float = _field(
-      300.0, 'Seconds between replay checkpoints; 0 writes one at exit only.'
+    300.0, 'Seconds between replay checkpoints; 0 writes one at exit only.'
   )
   replay_checkpoints_to_keep: int = _field(
-      2, 'Newest replay checkpoints kept on disk, per server.'
+    2, 'Newest replay checkpoints kept on disk, per server.'
   )
 
   def __post_init__(self) -> None:
     _validate_choices(self)
     _positive(
-        self, 'max_table_items', 'min_table_items', 'samples_per_insert',
-        'samples_per_insert_tolerance', 'num_servers',
-        'replay_checkpoints_to_keep',
+      self,
+      'max_table_items',
+      'min_table_items',
+      'samples_per_insert',
+      'samples_per_insert_tolerance',
+      'num_servers',
+      'replay_checkpoints_to_keep',
     )
     _non_negative(self, 'replay_checkpoint_period_s', 'priority_exponent')
     _require(
-        self.min_table_items <= self.max_table_items,
-        'min_table_items', self.min_table_items,
-        f'be <= max_table_items ({self.max_table_items}), or no sample is ever '
-        'handed out',
+      self.min_table_items <= self.max_table_items,
+      'min_table_items',
+      self.min_table_items,
+      f'be <= max_table_items ({self.max_table_items}), or no sample is ever '
+      'handed out',
     )
 
 
@@ -190,12 +202,12 @@ class StalenessConfig:
   """What is too old to learn from."""
 
   max_policy_lag: int = _field(
-      64,
-      'Trajectories whose oldest transition is more publishes behind the '
-      'learner than this are dropped.',
+    64,
+    'Trajectories whose oldest transition is more publishes behind the '
+    'learner than this are dropped.',
   )
   max_age_s: float = _field(
-      300.0, 'Trajectories older than this are dropped, seconds.'
+    300.0, 'Trajectories older than this are dropped, seconds.'
   )
 
   def __post_init__(self) -> None:
@@ -208,40 +220,46 @@ class BatchConfig:
   """Length buckets and packing."""
 
   bucket_lengths: tuple[int, ...] = _field(
-      (100,),
-      'Row lengths L, ascending, positions. A trajectory takes T + 1; the '
-      'largest must hold trajectory_length + 1.',
+    (100,),
+    'Row lengths L, ascending, positions. A trajectory takes T + 1; the '
+    'largest must hold trajectory_length + 1.',
   )
   batch_positions: int = _field(
-      2000, 'Positions of one global batch: each bucket has about '
-      'batch_positions / L rows.'
+    2000,
+    'Positions of one global batch: each bucket has about '
+    'batch_positions / L rows.',
   )
   packing_window: float = _field(
-      1.25,
-      'Trajectories gathered before a batch is packed, in batches. More fills '
-      'rows better and ages data longer.',
+    1.25,
+    'Trajectories gathered before a batch is packed, in batches. More fills '
+    'rows better and ages data longer.',
   )
   prefetch_batches: int = _field(
-      1, 'Packed batches placed on the devices ahead of the update.'
+    1, 'Packed batches placed on the devices ahead of the update.'
   )
 
   def __post_init__(self) -> None:
     _positive(self, 'batch_positions', 'prefetch_batches')
     _require(
-        self.packing_window >= 1.0, 'packing_window', self.packing_window,
-        'be >= 1',
+      self.packing_window >= 1.0,
+      'packing_window',
+      self.packing_window,
+      'be >= 1',
     )
     lengths = self.bucket_lengths
     _require(
-        len(lengths) > 0
-        and lengths[0] >= 2
-        and all(a < b for a, b in zip(lengths, lengths[1:])),
-        'bucket_lengths', lengths, 'be ascending row lengths, all >= 2',
+      len(lengths) > 0
+      and lengths[0] >= 2
+      and all(a < b for a, b in itertools.pairwise(lengths)),
+      'bucket_lengths',
+      lengths,
+      'be ascending row lengths, all >= 2',
     )
     _require(
-        self.batch_positions >= lengths[-1],
-        'batch_positions', self.batch_positions,
-        f'hold at least one row of the largest bucket ({lengths[-1]})',
+      self.batch_positions >= lengths[-1],
+      'batch_positions',
+      self.batch_positions,
+      f'hold at least one row of the largest bucket ({lengths[-1]})',
     )
 
 
@@ -251,16 +269,16 @@ class LearnerConfig:
 
   learning_rate: float = _field(2e-3, 'Initial learning rate.')
   learning_rate_end: float = _field(
-      0.02,
-      'Final learning rate as a fraction of the initial one, reached linearly '
-      'after learning_rate_decay_steps.',
+    0.02,
+    'Final learning rate as a fraction of the initial one, reached linearly '
+    'after learning_rate_decay_steps.',
   )
   learning_rate_decay_steps: int = _field(
-      4000, 'Learner steps over which the learning rate falls.'
+    4000, 'Learner steps over which the learning rate falls.'
   )
   max_grad_norm: float = _field(1.0, 'Global-norm gradient clip.')
   discount_factor: float = _field(
-      0.99, "The agent's constant, multiplied with the environment's discount."
+    0.99, "The agent's constant, multiplied with the environment's discount."
   )
   rho_bar: float = _field(1.0, 'V-trace clip of the importance ratio rho.')
   c_bar: float = _field(1.0, 'V-trace clip of the trace coefficient c.')
@@ -268,36 +286,53 @@ class LearnerConfig:
   baseline_cost: float = _field(0.5, 'Factor of the baseline loss.')
   entropy_cost: float = _field(0.01, 'Factor of the entropy bonus.')
   reward_clip: float = _field(
-      0.0, 'Rewards are clipped to +-this in the loss; 0 leaves them alone.'
+    0.0, 'Rewards are clipped to +-this in the loss; 0 leaves them alone.'
+  )
+  reward_scale: float = _field(
+    1.0,
+    'Rewards are multiplied by this in the loss, after the clip; choose it so '
+    'that returns are of the order of 1 to 10.',
   )
   publish_period: int = _field(
-      1, 'Learner steps between publishes of the variables.'
+    1, 'Learner steps between publishes of the variables.'
   )
   max_learner_steps: int = _field(
-      1_000_000, 'Learner steps after which training ends.'
+    1_000_000, 'Learner steps after which training ends.'
   )
   max_non_finite_updates: int = _field(
-      10, 'Skipped non-finite updates in a row that end the run.'
+    10, 'Skipped non-finite updates in a row that end the run.'
   )
   data_axis: int = _field(
-      0, 'Devices along the data axis of the mesh; 0 takes all there are.'
+    0, 'Devices along the data axis of the mesh; 0 takes all there are.'
   )
   learner_checkpoint_period_s: float = _field(
-      60.0, 'Seconds between learner checkpoints; 0 writes one at exit only.'
+    60.0, 'Seconds between learner checkpoints; 0 writes one at exit only.'
   )
   learner_checkpoints_to_keep: int = _field(
-      3, 'Newest learner checkpoints kept on disk.'
+    3, 'Newest learner checkpoints kept on disk.'
   )
 
   def __post_init__(self) -> None:
     _positive(
-        self, 'learning_rate', 'learning_rate_decay_steps', 'max_grad_norm',
-        'rho_bar', 'c_bar', 'publish_period', 'max_learner_steps',
-        'max_non_finite_updates', 'learner_checkpoints_to_keep',
+      self,
+      'learning_rate',
+      'learning_rate_decay_steps',
+      'max_grad_norm',
+      'rho_bar',
+      'c_bar',
+      'publish_period',
+      'max_learner_steps',
+      'max_non_finite_updates',
+      'learner_checkpoints_to_keep',
+      'reward_scale',
     )
     _non_negative(
-        self, 'baseline_cost', 'entropy_cost', 'reward_clip', 'data_axis',
-        'learner_checkpoint_period_s',
+      self,
+      'baseline_cost',
+      'entropy_cost',
+      'reward_clip',
+      'data_axis',
+      'learner_checkpoint_period_s',
     )
     for name in ('discount_factor', 'vtrace_lambda', 'learning_rate_end'):
       value = getattr(self, name)
@@ -309,23 +344,23 @@ class EvaluationConfig:
   """Evaluation beside training, and when the run counts as solved."""
 
   evaluation_episodes: int = _field(
-      100, 'Episodes of one evaluation, played with the most likely actions.'
+    100, 'Episodes of one evaluation, played with the most likely actions.'
   )
   evaluation_period_s: float = _field(
-      3.0, 'Seconds between evaluations; 0 runs no evaluator.'
+    3.0, 'Seconds between evaluations; 0 runs no evaluator.'
   )
   solved_return: float = _field(
-      math.inf,
-      'Mean evaluation return at which training is solved and ends; the '
-      'default Catch run is solved at 0.95.',
+    math.inf,
+    'Mean evaluation return at which training is solved and ends; the '
+    'default Catch run is solved at 0.95.',
   )
   hold_s: float = _field(
-      0.0,
-      'Seconds the run goes on after solved_return was first reached; it is '
-      'solved if the evaluation at the end still reaches it.',
+    0.0,
+    'Seconds the run goes on after solved_return was first reached; it is '
+    'solved if the evaluation at the end still reaches it.',
   )
   max_run_s: float = _field(
-      0.0, 'Seconds after which the whole run stops; 0 sets no limit.'
+    0.0, 'Seconds after which the whole run stops; 0 sets no limit.'
   )
 
   def __post_init__(self) -> None:
@@ -334,13 +369,13 @@ class EvaluationConfig:
 
 
 GROUPS: Mapping[str, type] = {
-    'network': NetworkConfig,
-    'actor': ActorConfig,
-    'replay': ReplayConfig,
-    'staleness': StalenessConfig,
-    'batch': BatchConfig,
-    'learner': LearnerConfig,
-    'evaluation': EvaluationConfig,
+  'network': NetworkConfig,
+  'actor': ActorConfig,
+  'replay': ReplayConfig,
+  'staleness': StalenessConfig,
+  'batch': BatchConfig,
+  'learner': LearnerConfig,
+  'evaluation': EvaluationConfig,
 }
 
 
@@ -349,37 +384,42 @@ class ExperimentConfig:
   """Everything that every role must agree on."""
 
   environment: str = _field(
-      'catch',
-      'catch, bsuite:<id>, gym:<id>, atari:<game>, '
-      'dm_control:<domain>/<task>, envpool:<id>, or module:factory.',
+    'catch',
+    'catch, bsuite:<id>, gym:<id>, atari:<game>, '
+    'dm_control:<domain>/<task>, envpool:<id>, or module:factory.',
   )
   seed: int = _field(0, 'Seed of everything random, int.')
   watchdog_s: float = _field(
-      120.0, 'Seconds without progress after which a role ends with an error.'
+    120.0, 'Seconds without progress after which a role ends with an error.'
   )
   network: NetworkConfig = dataclasses.field(default_factory=NetworkConfig)
   actor: ActorConfig = dataclasses.field(default_factory=ActorConfig)
   replay: ReplayConfig = dataclasses.field(default_factory=ReplayConfig)
   staleness: StalenessConfig = dataclasses.field(
-      default_factory=StalenessConfig
+    default_factory=StalenessConfig
   )
   batch: BatchConfig = dataclasses.field(default_factory=BatchConfig)
   learner: LearnerConfig = dataclasses.field(default_factory=LearnerConfig)
   evaluation: EvaluationConfig = dataclasses.field(
-      default_factory=EvaluationConfig
+    default_factory=EvaluationConfig
   )
 
   def __post_init__(self) -> None:
-    _require(bool(self.environment), 'environment', self.environment,
-             'name an environment')
+    _require(
+      bool(self.environment),
+      'environment',
+      self.environment,
+      'name an environment',
+    )
     _require(self.seed >= 0, 'seed', self.seed, 'be >= 0')
     _positive(self, 'watchdog_s')
     positions = self.actor.trajectory_length + 1
     _require(
-        self.batch.bucket_lengths[-1] >= positions,
-        'bucket_lengths', self.batch.bucket_lengths,
-        f'end with a row of at least trajectory_length + 1 ({positions}) '
-        'positions, or the longest trajectory fits no row',
+      self.batch.bucket_lengths[-1] >= positions,
+      'bucket_lengths',
+      self.batch.bucket_lengths,
+      f'end with a row of at least trajectory_length + 1 ({positions}) '
+      'positions, or the longest trajectory fits no row',
     )
 
 
@@ -408,7 +448,7 @@ def from_flat(values: Mapping[str, Any]) -> ExperimentConfig:
   for name, value in values.items():
     if name not in fields:
       raise errors.UserError(
-          f'config field ({name!r}) must be one of {", ".join(sorted(fields))}'
+        f'config field ({name!r}) must be one of {", ".join(sorted(fields))}'
       )
     group, field = fields[name]
     grouped.setdefault(group, {})[name] = _coerce(name, value, field.default)
@@ -421,8 +461,8 @@ def from_flat(values: Mapping[str, Any]) -> ExperimentConfig:
 def to_flat(config: ExperimentConfig) -> dict[str, Any]:
   """All field values by flat name; the inverse of `from_flat`."""
   return {
-      name: getattr(getattr(config, group) if group else config, name)
-      for name, (group, _) in scalar_fields().items()
+    name: getattr(getattr(config, group) if group else config, name)
+    for name, (group, _) in scalar_fields().items()
   }
 
 
@@ -442,7 +482,7 @@ def _coerce(name: str, value: Any, default: Any) -> Any:
     return float(value)
   except (TypeError, ValueError) as e:
     raise errors.UserError(
-        f'{name} ({value!r}) must be a {type(default).__name__}'
+      f'{name} ({value!r}) must be a {type(default).__name__}'
     ) from e
 
 

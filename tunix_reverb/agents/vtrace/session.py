@@ -26,18 +26,18 @@ class LearnerSession:
   """One learner from its start, or its latest checkpoint, to its end."""
 
   def __init__(
-      self,
-      config: config_lib.ExperimentConfig,
-      agent: builder.AgentSpec,
-      parts: builder.LearnerParts,
-      *,
-      sampler: core.ItemSampler,
-      publisher: publisher_lib.Publisher,
-      logger: logger_lib.MetricLogger,
-      watchdog: watchdog_lib.Watchdog,
-      milestones: milestones_lib.Milestones,
-      compile_counter: compiles.CompileCounter,
-      run_dir: pathlib.Path | None,
+    self,
+    config: config_lib.ExperimentConfig,
+    agent: builder.AgentSpec,
+    parts: builder.LearnerParts,
+    *,
+    sampler: core.ItemSampler,
+    publisher: publisher_lib.Publisher,
+    logger: logger_lib.MetricLogger,
+    watchdog: watchdog_lib.Watchdog,
+    milestones: milestones_lib.Milestones,
+    compile_counter: compiles.CompileCounter,
+    run_dir: pathlib.Path | None,
   ):
     """Wires the learner; nothing runs before `run`."""
     self._config = config
@@ -48,30 +48,23 @@ class LearnerSession:
     self._publisher = publisher
     self._drops = builder.make_drop_counter()
     self._feed = builder.make_feed(
-        config,
-        agent,
-        parts,
-        sampler=sampler,
-        drops=self._drops,
-        learner_version=lambda: self.learner.policy_version,
-        on_item=watchdog.progress,
+      config,
+      agent,
+      parts,
+      sampler=sampler,
+      drops=self._drops,
+      learner_version=lambda: self.learner.policy_version,
+      on_item=watchdog.progress,
     )
     self.learner = builder.make_learner(
-        config,
-        parts,
-        batches=self._feed,
-        drops=self._drops,
-        publisher=publisher,
-        on_report=self._report,
+      config,
+      parts,
+      batches=self._feed,
+      drops=self._drops,
+      publisher=publisher,
+      on_report=self._report,
     )
-    self._checkpointer = (
-        checkpoints.LearnerCheckpointer(
-            builder.checkpoint_dir(run_dir),
-            max_to_keep=config.learner.learner_checkpoints_to_keep,
-        )
-        if run_dir is not None
-        else None
-    )
+    self._checkpointer = _make_checkpointer(config, run_dir)
     self._saved_step = 0
     self._saved_s = time.monotonic()
     self._checkpoint_s = 0.0
@@ -82,8 +75,8 @@ class LearnerSession:
     self._restore()
     if not self.learner.publish(wait_s=_PUBLISH_DEADLINE_S):
       raise errors.DeadlineExceededError(
-          'learner waited for the replay server to confirm its first variables '
-          f'for {_PUBLISH_DEADLINE_S} s'
+        'learner waited for the replay server to confirm its first variables '
+        f'for {_PUBLISH_DEADLINE_S} s'
       )
     self._milestones.mark('published its first variables')
     self._compiles.mark_warm()
@@ -119,7 +112,7 @@ class LearnerSession:
     self.learner.report.transitions_total = int(metadata['transitions_total'])
     self._saved_step = self.learner.learner_step
     self._milestones.mark(
-        f'resumed from learner step {self.learner.learner_step}'
+      f'resumed from learner step {self.learner.learner_step}'
     )
 
   def _report(self, metrics: Mapping[str, Any], learner_step: int) -> None:
@@ -131,13 +124,13 @@ class LearnerSession:
     if period_s and time.monotonic() - self._saved_s >= period_s:
       self._save()
     self._logger.write(
-        {
-            **metrics,
-            'recompiles_total': self._compiles.recompiles,
-            'compile_s': self._compiles.compile_s,
-            'checkpoint_s': self._checkpoint_s,
-        },
-        learner_step,
+      {
+        **metrics,
+        'recompiles_total': self._compiles.recompiles,
+        'compile_s': self._compiles.compile_s,
+        'checkpoint_s': self._checkpoint_s,
+      },
+      learner_step,
     )
 
   def _save(self) -> None:
@@ -146,16 +139,27 @@ class LearnerSession:
     learner = self.learner
     try:
       self._checkpointer.save(
-          learner.learner_step,
-          learner.state,
-          metadata={
-              'policy_version': learner.policy_version,
-              'transitions_total': learner.report.transitions_total,
-              'config': config_lib.to_flat(self._config),
-          },
+        learner.learner_step,
+        learner.state,
+        metadata={
+          'policy_version': learner.policy_version,
+          'transitions_total': learner.report.transitions_total,
+          'config': config_lib.to_flat(self._config),
+        },
       )
       self._saved_step = learner.learner_step
     except errors.CheckpointError as e:
       print(f'warning: {e}', flush=True)
     self._saved_s = time.monotonic()
     self._checkpoint_s = self._saved_s - began_s
+
+
+def _make_checkpointer(
+  config: config_lib.ExperimentConfig, run_dir: pathlib.Path | None
+) -> checkpoints.LearnerCheckpointer | None:
+  if run_dir is None:
+    return None
+  return checkpoints.LearnerCheckpointer(
+    builder.checkpoint_dir(run_dir),
+    max_to_keep=config.learner.learner_checkpoints_to_keep,
+  )

@@ -148,13 +148,20 @@ def signature_of(
   }
 
 
-def keep_alive_for_ever(cpp_object: object) -> None:
-  """Never runs the destructor of `cpp_object`.
+def keep_alive(cpp_object: object) -> None:
+  """Keeps the destructor of `cpp_object` from running until `let_go`.
 
   A legacy Writer's destructor calls Close with the GIL held: after a lost
-  stream that aborts the process, and on a blocked one it freezes it.
+  stream that aborts the process, and on a blocked one it freezes it. So a
+  writer is kept alive until it was closed properly, and one that cannot be
+  is leaked on purpose.
   """
   ctypes.pythonapi.Py_IncRef(ctypes.py_object(cpp_object))
+
+
+def let_go(cpp_object: object) -> None:
+  """Ends `keep_alive`."""
+  ctypes.pythonapi.Py_DecRef(ctypes.py_object(cpp_object))
 
 
 class HealthCheck:

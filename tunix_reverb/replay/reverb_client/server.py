@@ -145,7 +145,7 @@ class ReplayServer:
       )
     except errors.DeadlineExceededError:
       # Its destructor would wait for the same, without a deadline.
-      connection.keep_alive_for_ever(self._server)
+      connection.keep_alive(self._server)
       raise
     finally:
       self._release()

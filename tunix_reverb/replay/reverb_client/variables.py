@@ -187,7 +187,7 @@ class ReverbVariableSink(core.VariableSink):
       delta_encoded=False,
       max_in_flight_items=1,
     )
-    connection.keep_alive_for_ever(writer)
+    connection.keep_alive(writer)
     for i in range(num_chunks):
       chunk = payload[i * chunk_bytes : (i + 1) * chunk_bytes]
       if chunk.size < chunk_bytes:
@@ -202,6 +202,7 @@ class ReverbVariableSink(core.VariableSink):
     writer.CreateItem(tables.VARIABLES, num_chunks, float(version))
     writer.Flush()
     writer.Close(False)
+    connection.let_go(writer)
     with self._changed:
       self._published_version = max(self._published_version, version)
       self._changed.notify_all()

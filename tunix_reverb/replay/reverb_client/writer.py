@@ -203,6 +203,7 @@ class OfficialItemWriter(core.ItemWriter):
         backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
     if writer is not None:
       writer.Close(False)
+      connection.let_go(writer)
 
   def _next_batch(self) -> list[tuple[list[Any], float]]:
     """Waits for pending items; none once closed and sent, or given up."""
@@ -224,7 +225,7 @@ class OfficialItemWriter(core.ItemWriter):
       delta_encoded=False,
       max_in_flight_items=self._max_pending_items,
     )
-    connection.keep_alive_for_ever(writer)
+    connection.keep_alive(writer)
     self._health.heard()
     return writer
 
