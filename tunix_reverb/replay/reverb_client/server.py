@@ -7,6 +7,7 @@ different table is refused before it is loaded.
 
 from __future__ import annotations
 
+import errno
 import logging
 import pathlib
 import socket
@@ -325,15 +326,15 @@ def _claim_port(port: int) -> tuple[int, socket.socket]:
       (socket.AF_INET, '127.0.0.1'),
     ):
       try:
-        probe = socket.socket(family)
-      except OSError:
-        continue  # This machine has no IPv6.
-      with probe:
-        # Allows connections of an earlier server to linger, not a listener.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, port))
-        probe.listen()
-        port = probe.getsockname()[1]
+        with socket.socket(family) as probe:
+          # Allows connections of an earlier server to linger, not a listener.
+          probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+          probe.bind((host, port))
+          probe.listen()
+          port = probe.getsockname()[1]
+      except OSError as e:
+        if e.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+          raise  # Else this machine has no IPv6.
     claim.bind(f'\0tunix_reverb replay server port {port}')
   except OSError as e:
     claim.close()
