@@ -14,8 +14,18 @@ from tunix_reverb.replay import test_utils
 _DESCRIPTION = tables.describe(tables.TableConfig(), test_utils.columns())
 
 
-def _store(tmp_path, keep=2):
-  return checkpoints.CheckpointStore(tmp_path, keep=keep)
+@pytest.fixture
+def make_store(tmp_path, closing):
+  """Opens the store in `tmp_path`, as each start of a server does."""
+  stores = []
+
+  def make(keep=2):
+    for store in stores:
+      store.close()
+    stores.append(closing(checkpoints.CheckpointStore(tmp_path, keep=keep)))
+    return stores[-1]
+
+  return make
 
 
 def _reverb_writes(store, number=1):
@@ -28,13 +38,13 @@ def _reverb_writes(store, number=1):
   return path
 
 
-def test_a_retained_checkpoint_can_be_staged_again(tmp_path):
-  store = _store(tmp_path)
+def test_a_retained_checkpoint_can_be_staged_again(make_store):
+  store = make_store()
   source = _reverb_writes(store)
   retained = store.retain(source, _DESCRIPTION)
   assert retained.name == '00000001'
 
-  store = _store(tmp_path)  # As after a restart.
+  store = make_store()  # As after a restart.
   assert store.paths() == [retained]
   checkpoint = store.load(retained)
   assert checkpoint.description == _DESCRIPTION
@@ -45,15 +55,15 @@ def test_a_retained_checkpoint_can_be_staged_again(tmp_path):
   assert (staged / 'DONE').exists()
 
 
-def test_hard_links_take_no_space(tmp_path):
-  store = _store(tmp_path)
+def test_hard_links_take_no_space(make_store):
+  store = make_store()
   source = _reverb_writes(store)
   retained = store.retain(source, _DESCRIPTION)
   ours = retained / source.name / 'chunks.tfrecord'
   assert ours.samefile(source / 'chunks.tfrecord')
 
 
-def test_the_last_k_are_kept_and_foreign_files_stay(tmp_path):
+def test_the_last_k_are_kept_and_foreign_files_stay(make_store, tmp_path):
   foreign = [
     tmp_path / 'notes.txt',
     tmp_path / 'weights' / 'model.bin',
@@ -63,7 +73,7 @@ def test_the_last_k_are_kept_and_foreign_files_stay(tmp_path):
   for path in foreign:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text('keep')
-  store = _store(tmp_path, keep=2)
+  store = make_store(keep=2)
   for number in range(1, 6):
     source = _reverb_writes(store, number)
     store.retain(source, _DESCRIPTION)
@@ -101,8 +111,8 @@ def _empty_manifest(data):
   'damage',
   [_truncate, _flip_one_bit, _remove_file, _cut_manifest, _empty_manifest],
 )
-def test_damage_is_found_and_named(tmp_path, damage):
-  store = _store(tmp_path)
+def test_damage_is_found_and_named(make_store, damage):
+  store = make_store()
   source = _reverb_writes(store)
   retained = store.retain(source, _DESCRIPTION)
   damage(retained / source.name)
@@ -111,8 +121,8 @@ def test_damage_is_found_and_named(tmp_path, damage):
 
 
 @pytest.mark.parametrize('call', ['link', 'fsync'])
-def test_a_full_disk_leaves_the_previous_one(tmp_path, monkeypatch, call):
-  store = _store(tmp_path)
+def test_a_full_disk_leaves_the_previous_one(make_store, monkeypatch, call):
+  store = make_store()
   retained = store.retain(_reverb_writes(store, 1), _DESCRIPTION)
 
   def full(*_):
@@ -130,30 +140,30 @@ def test_a_full_disk_leaves_the_previous_one(tmp_path, monkeypatch, call):
   assert len(store.paths()) == 2
 
 
-def test_file_systems_without_hard_links_get_copies(tmp_path, monkeypatch):
+def test_file_systems_without_hard_links_get_copies(make_store, monkeypatch):
   def refuse(*_):
     raise OSError(errno.EPERM, 'Operation not permitted')
 
   monkeypatch.setattr(os, 'link', refuse)
-  store = _store(tmp_path)
+  store = make_store()
   retained = store.retain(_reverb_writes(store), _DESCRIPTION)
   store.stage(store.load(retained))
 
 
-def test_what_was_never_completed_is_removed_at_start(tmp_path):
-  store = _store(tmp_path)
+def test_what_was_never_completed_is_removed_at_start(make_store, tmp_path):
+  store = make_store()
   store.retain(_reverb_writes(store), _DESCRIPTION)
   incomplete = tmp_path / 'retained' / '.incomplete-00000002'
   incomplete.mkdir()
   (incomplete / 'chunks.tfrecord').write_bytes(b'half')
-  store = _store(tmp_path)
+  store = make_store()
   assert not incomplete.exists()
   assert len(store.paths()) == 1
   assert not list(store.working.iterdir())
 
 
-def test_half_of_a_checkpoint_by_reverb_frees_its_space(tmp_path):
-  store = _store(tmp_path)
+def test_half_of_a_checkpoint_by_reverb_frees_its_space(make_store):
+  store = make_store()
   whole = _reverb_writes(store, 1)
   half = _reverb_writes(store, 2)
   (half / 'DONE').unlink()
@@ -161,23 +171,31 @@ def test_half_of_a_checkpoint_by_reverb_frees_its_space(tmp_path):
   assert list(store.working.iterdir()) == [whole]
 
 
-def test_foreign_files_in_reverbs_directory_are_refused(tmp_path):
+def test_foreign_files_in_reverbs_directory_are_refused(make_store, tmp_path):
   foreign = tmp_path / 'working' / 'model.bin'
   foreign.parent.mkdir()
   foreign.write_text('keep')
   with pytest.raises(errors.CheckpointError, match=r'model\.bin must not'):
-    _store(tmp_path)
+    make_store()
   assert foreign.read_text() == 'keep'
+
+
+def test_a_directory_in_use_is_refused(make_store, tmp_path):
+  store = make_store()
+  with pytest.raises(errors.CheckpointError, match='another one uses it'):
+    checkpoints.CheckpointStore(tmp_path, keep=1)
+  store.close()
+  checkpoints.CheckpointStore(tmp_path, keep=1).close()
 
 
 def test_an_unusable_directory_is_told(tmp_path):
   (tmp_path / 'file').write_text('')
   with pytest.raises(errors.CheckpointError, match='must be writable'):
-    _store(tmp_path / 'file')
+    checkpoints.CheckpointStore(tmp_path / 'file', keep=1)
 
 
-def test_discarding_puts_checkpoints_aside(tmp_path):
-  store = _store(tmp_path)
+def test_discarding_puts_checkpoints_aside(make_store):
+  store = make_store()
   assert store.discard_all() is None
   for number in (1, 2):
     store.retain(_reverb_writes(store, number), _DESCRIPTION)

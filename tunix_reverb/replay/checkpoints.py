@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import fcntl
 import json
+import logging
 import os
 import pathlib
 import re
@@ -73,7 +75,8 @@ class CheckpointStore:
       keep: newest checkpoints to retain, >= 1.
 
     Raises:
-      errors.CheckpointError: the directory cannot be used.
+      errors.CheckpointError: the directory cannot be used, or another server
+        uses it.
     """
     if keep < 1:
       raise ValueError(f'keep ({keep}) must be >= 1')
@@ -81,15 +84,27 @@ class CheckpointStore:
     self._keep = keep
     self._retained = self.directory / 'retained'
     self.working = self.directory / 'working'
+    self._lock = -1
     try:
       self._retained.mkdir(parents=True, exist_ok=True)
+      self._lock_directory()
       self.clear_working()
       for path in self._retained.glob(_INCOMPLETE + '*'):
         shutil.rmtree(path)
+    except errors.CheckpointError:
+      self.close()
+      raise
     except OSError as e:
+      self.close()
       raise errors.CheckpointError(
         f'replay checkpoint directory ({self.directory}) must be writable: {e}'
       ) from e
+
+  def close(self) -> None:
+    """Lets another server use the directory; idempotent."""
+    if self._lock >= 0:
+      os.close(self._lock)
+      self._lock = -1
 
   def paths(self) -> list[pathlib.Path]:
     """Directories of the retained checkpoints, newest first."""
@@ -207,6 +222,21 @@ class CheckpointStore:
         and not (path / 'DONE').exists()
       ):
         shutil.rmtree(path, ignore_errors=True)
+
+  def _lock_directory(self) -> None:
+    """Two servers in one directory would delete each other's files."""
+    self._lock = os.open(self.directory, os.O_RDONLY)
+    try:
+      fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as e:
+      self.close()
+      raise errors.CheckpointError(
+        f'replay checkpoint directory ({self.directory}) must be of one server '
+        'alone, and another one uses it; end that one or name another directory'
+      ) from e
+    except OSError as e:
+      # Some network file systems lock no directories.
+      logging.warning('%s could not be locked: %s', self.directory, e)
 
   def discard_all(self) -> pathlib.Path | None:
     """Puts all retained checkpoints aside. Returns where, None if none were."""

@@ -253,6 +253,8 @@ class ReplayServer:
 
   def _release(self) -> None:
     self._claim.close()
+    if self._store is not None:
+      self._store.close()
     if self._scratch is not None:
       self._scratch.cleanup()
 
