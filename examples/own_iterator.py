@@ -19,7 +19,7 @@ import numpy as np
 from tunix_reverb import specs
 from tunix_reverb import types
 from tunix_reverb.agents.vtrace import builder
-from tunix_reverb.agents.vtrace import config as config_lib
+from tunix_reverb.agents.vtrace import flat
 from tunix_reverb.batching import packer as packer_lib
 from tunix_reverb.networks import policy_network
 
@@ -65,7 +65,7 @@ def batches(
 
 def main(num_learner_steps: int = 200) -> float:
   """Learns; returns the probability that the policy gives to the better arm."""
-  config = config_lib.from_flat(
+  config = flat.from_flat(
     {
       'bucket_lengths': (34,),
       'batch_positions': 340,

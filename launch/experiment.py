@@ -22,6 +22,7 @@ from launch import supervisor as supervisor_lib
 from launch import topology
 from tunix_reverb import errors
 from tunix_reverb.agents.vtrace import config as config_lib
+from tunix_reverb.agents.vtrace import flat
 from tunix_reverb.telemetry import console as console_lib
 from tunix_reverb.telemetry import metrics
 from tunix_reverb.telemetry import milestones
@@ -70,7 +71,7 @@ def prepare_run_dir(
     raise _unwritable(run_dir, e) from e
   try:
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    topology.write_atomically(run_dir / 'config.json', config_lib.dumps(config))
+    topology.write_atomically(run_dir / 'config.json', flat.dumps(config))
   except BlockingIOError as e:
     lock.close()
     raise errors.UserError(

@@ -20,6 +20,7 @@ from absl import flags
 
 from tunix_reverb import errors
 from tunix_reverb.agents.vtrace import config as config_lib
+from tunix_reverb.agents.vtrace import flat
 
 FLAGS = flags.FLAGS
 
@@ -56,7 +57,7 @@ def define_config_flags() -> None:
   flags.DEFINE_string(
     'run_dir', None, 'Directory of the run: config, metrics, checkpoints.'
   )
-  for name, (_, field) in config_lib.scalar_fields().items():
+  for name, (_, field) in flat.scalar_fields().items():
     _define(name, field)
 
 
@@ -102,7 +103,7 @@ def given_flags() -> dict[str, Any]:
   """Values of the config flags that were given, by flat name."""
   return {
     name: FLAGS[name].value
-    for name in config_lib.scalar_fields()
+    for name in flat.scalar_fields()
     if FLAGS[name].value is not None
   }
 
@@ -119,8 +120,8 @@ def config_from_flags() -> config_lib.ExperimentConfig:
   path = _config_path()
   base = {}
   if path is not None:
-    base = config_lib.to_flat(load_config(path))
-  return config_lib.from_flat({**base, **given_flags()})
+    base = flat.to_flat(load_config(path))
+  return flat.from_flat({**base, **given_flags()})
 
 
 def load_config(path: pathlib.Path) -> config_lib.ExperimentConfig:
@@ -130,7 +131,7 @@ def load_config(path: pathlib.Path) -> config_lib.ExperimentConfig:
     errors.UserError: it cannot be read or is invalid; the message names it.
   """
   try:
-    return config_lib.loads(path.read_text())
+    return flat.loads(path.read_text())
   except OSError as e:
     raise errors.UserError(
       f'config ({str(path)!r}) must be a readable file: {e.strerror}'
@@ -148,7 +149,7 @@ def format_flag(name: str, value: Any) -> str:
 
 def help_text(doc: str) -> str:
   """What `--help` prints: `doc`, the role's own flags, then the config's."""
-  fields = config_lib.scalar_fields()
+  fields = flat.scalar_fields()
   own = [
     (flag.name, flag.help, flag.default)
     for module, module_flags in sorted(FLAGS.flags_by_module_dict().items())
@@ -181,7 +182,7 @@ def _value_message(message: str) -> str:
   """absl's words for a bad value, with what the field takes instead."""
   message = ' '.join(message.split())
   match = re.fullmatch(r'flag --(\w+)=(.*?): (.*)', message)
-  _, field = config_lib.scalar_fields().get(match and match[1], (None, None))
+  _, field = flat.scalar_fields().get(match and match[1], (None, None))
   if field is None or field.metadata['choices']:
     return message
   kind = FLAGS[field.name].flag_type()

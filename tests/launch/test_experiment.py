@@ -16,6 +16,7 @@ from launch import supervisor as supervisor_lib
 from launch import topology
 from tunix_reverb import errors
 from tunix_reverb.agents.vtrace import config as config_lib
+from tunix_reverb.agents.vtrace import flat
 from tunix_reverb.telemetry import run_state
 
 pytestmark = pytest.mark.integration
@@ -64,7 +65,7 @@ def _specs(run_dir, *, learner_steps=10_000, evaluations=10_000):
 
 
 def _run(run_dir, specs, stop=None, **values):
-  config = config_lib.from_flat(values)
+  config = flat.from_flat(values)
   lock = experiment.prepare_run_dir(run_dir, config, resume=False)
   with lock:
     return experiment.Experiment(
@@ -176,12 +177,12 @@ def test_a_used_run_directory_needs_resume_and_resume_a_used_one(tmp_path):
   experiment.prepare_run_dir(tmp_path, config, resume=False).close()
   with pytest.raises(errors.UserError, match='--resume'):
     experiment.prepare_run_dir(tmp_path, config, resume=False)
-  changed = config_lib.from_flat({'seed': 5})
+  changed = flat.from_flat({'seed': 5})
   lock = experiment.prepare_run_dir(tmp_path, changed, resume=True)
   with lock:
     with pytest.raises(errors.UserError, match='in use'):
       experiment.prepare_run_dir(tmp_path, changed, resume=True)
-  assert config_lib.loads((tmp_path / 'config.json').read_text()) == changed
+  assert flat.loads((tmp_path / 'config.json').read_text()) == changed
   assert not experiment.has_checkpoint(tmp_path)
 
 
@@ -194,7 +195,7 @@ def test_a_run_directory_that_cannot_be_made_is_a_users_mistake(tmp_path):
 
 
 def test_the_table_of_processes_follows_the_config(tmp_path):
-  config = config_lib.from_flat({'num_actors': 3, 'num_servers': 2})
+  config = flat.from_flat({'num_actors': 3, 'num_servers': 2})
   ports = topology.pick_free_ports(2)
   specs = {s.name: s for s in experiment.make_specs(config, tmp_path, ports)}
   assert list(specs) == [
@@ -217,7 +218,7 @@ def test_the_table_of_processes_follows_the_config(tmp_path):
     'replay_server_1',
   ]
   assert f'--port={ports[1]}' in specs['replay_server_1'].command
-  none = config_lib.from_flat({'evaluation_period_s': 0.0})
+  none = flat.from_flat({'evaluation_period_s': 0.0})
   assert 'evaluator' not in [
     s.name for s in experiment.make_specs(none, tmp_path, ports[:1])
   ]
@@ -357,7 +358,7 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
 try:
   experiment.prepare_run_dir(
-      pathlib.Path(sys.argv[1]), config_lib.from_flat({'seed': 9}), resume=True)
+      pathlib.Path(sys.argv[1]), flat.from_flat({'seed': 9}), resume=True)
 except errors.UserError as e:
   print(e)
 """
@@ -366,7 +367,7 @@ except errors.UserError as e:
 def test_a_full_disk_is_told_and_leaves_the_old_config(
   subprocess_env, tmp_path
 ):
-  text = config_lib.dumps(config_lib.ExperimentConfig())
+  text = flat.dumps(config_lib.ExperimentConfig())
   (tmp_path / 'config.json').write_text(text)
   # A limit on the size of files fails writes half way, as a full disk does.
   result = subprocess.run(

@@ -11,6 +11,7 @@ import pytest
 from launch import flags
 from tunix_reverb import errors
 from tunix_reverb.agents.vtrace import config as config_lib
+from tunix_reverb.agents.vtrace import flat
 
 # Renaming or removing one breaks users' scripts and saved configs: change
 # this list only on purpose.
@@ -41,7 +42,7 @@ def fresh_flags():
   flags.FLAGS.unparse_flags()
   yield
   flags.FLAGS.unparse_flags()
-  for name in [*config_lib.scalar_fields(), 'config', 'run_dir']:
+  for name in [*flat.scalar_fields(), 'config', 'run_dir']:
     flags.FLAGS[name].unparse()
 
 
@@ -51,7 +52,7 @@ def _parse(*args):
 
 
 def test_the_list_of_config_flags_is_frozen():
-  assert list(config_lib.scalar_fields()) == _FLAGS
+  assert list(flat.scalar_fields()) == _FLAGS
   assert not [name for name in _FLAGS if name not in flags.FLAGS]
 
 
@@ -60,10 +61,10 @@ def test_no_flags_give_the_defaults():
 
 
 def test_every_field_round_trips_through_its_flag():
-  flat = config_lib.to_flat(config_lib.ExperimentConfig())
-  args = [flags.format_flag(name, value) for name, value in flat.items()]
+  values = flat.to_flat(config_lib.ExperimentConfig())
+  args = [flags.format_flag(name, value) for name, value in values.items()]
   assert _parse(*args) == config_lib.ExperimentConfig()
-  assert flags.given_flags() == flat
+  assert flags.given_flags() == values
 
 
 def test_changed_values_arrive_with_their_types():
@@ -88,8 +89,8 @@ def test_given_flags_override_the_file(tmp_path):
 
 
 def test_the_run_directory_supplies_the_config(tmp_path):
-  config = config_lib.from_flat({'seed': 11, 'bucket_lengths': [50, 99]})
-  (tmp_path / 'config.json').write_text(config_lib.dumps(config))
+  config = flat.from_flat({'seed': 11, 'bucket_lengths': [50, 99]})
+  (tmp_path / 'config.json').write_text(flat.dumps(config))
   assert _parse(f'--run_dir={tmp_path}') == config
   other = _parse(f'--run_dir={tmp_path}', '--num_actors=1')
   assert other == dataclasses.replace(

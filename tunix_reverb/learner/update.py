@@ -155,6 +155,11 @@ def batch_loss_sums(
     batch.segment_ids,
     batch.segment_positions,
   )
+  rewards = losses.shape_rewards(
+    batch.reward,
+    reward_clip=loss_config.reward_clip,
+    reward_scale=loss_config.reward_scale,
+  )
   row_sums = jax.vmap(
     lambda log_probs, entropies, values, row: losses.vtrace_actor_critic_loss(
       log_probs,
@@ -165,15 +170,13 @@ def batch_loss_sums(
       rho_bar=loss_config.rho_bar,
       c_bar=loss_config.c_bar,
       vtrace_lambda=loss_config.vtrace_lambda,
-      reward_clip=loss_config.reward_clip,
-      reward_scale=loss_config.reward_scale,
     )
   )(
     network.distribution.log_prob(distribution_params, batch.action),
     network.distribution.entropy(distribution_params),
     values,
     {
-      'rewards': batch.reward,
+      'rewards': rewards,
       'discounts': batch.discount,
       'behaviour_log_probs': batch.behaviour_log_prob,
       'loss_mask': batch.loss_mask,

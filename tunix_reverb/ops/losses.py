@@ -45,6 +45,21 @@ class LossSums(NamedTuple):
   policy_kl: jax.Array
 
 
+def shape_rewards(
+  rewards: jax.Array, *, reward_clip: float, reward_scale: float
+) -> jax.Array:
+  """Rewards as the loss sees them, of any shape.
+
+  Args:
+    rewards: f32 [...].
+    reward_clip: rewards are clipped to +-this; 0 leaves them alone.
+    reward_scale: rewards are multiplied by this, after the clip.
+  """
+  if reward_clip > 0:
+    rewards = jnp.clip(rewards, -reward_clip, reward_clip)
+  return rewards * reward_scale
+
+
 def vtrace_actor_critic_loss(
   log_probs: jax.Array,
   entropies: jax.Array,
@@ -59,8 +74,6 @@ def vtrace_actor_critic_loss(
   rho_bar: float,
   c_bar: float,
   vtrace_lambda: float,
-  reward_clip: float,
-  reward_scale: float,
 ) -> LossSums:
   """The loss of Espeholt et al. 2018, section 4.2, over one packed row.
 
@@ -80,8 +93,6 @@ def vtrace_actor_critic_loss(
     rho_bar: see `vtrace.vtrace`.
     c_bar: see `vtrace.vtrace`.
     vtrace_lambda: see `vtrace.vtrace`.
-    reward_clip: rewards are clipped to +-this; 0 leaves them alone.
-    reward_scale: rewards are multiplied by this, after the clip.
 
   Returns:
     `LossSums`.
@@ -99,9 +110,6 @@ def vtrace_actor_critic_loss(
   chex.assert_rank(arrays, 1)
   chex.assert_equal_shape(arrays)
 
-  if reward_clip > 0:
-    rewards = jnp.clip(rewards, -reward_clip, reward_clip)
-  rewards = rewards * reward_scale
   is_transition = vtrace.transition_mask(segment_ids)
   mask = loss_mask & is_transition
   log_rhos = jnp.where(

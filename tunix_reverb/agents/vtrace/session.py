@@ -11,7 +11,9 @@ from tunix_reverb import core
 from tunix_reverb import errors
 from tunix_reverb.agents.vtrace import builder
 from tunix_reverb.agents.vtrace import config as config_lib
+from tunix_reverb.agents.vtrace import flat
 from tunix_reverb.learner import checkpoints
+from tunix_reverb.learner import learner as learner_lib
 from tunix_reverb.learner import publisher as publisher_lib
 from tunix_reverb.telemetry import compiles
 from tunix_reverb.telemetry import logger as logger_lib
@@ -45,14 +47,13 @@ class LearnerSession:
     self._watchdog = watchdog
     self._milestones = milestones
     self._compiles = compile_counter
-    self._publisher = publisher
-    self._drops = builder.make_drop_counter()
+    drops = builder.make_drop_counter()
     self._feed = builder.make_feed(
       config,
       agent,
       parts,
       sampler=sampler,
-      drops=self._drops,
+      drops=drops,
       learner_version=lambda: self.learner.policy_version,
       on_item=watchdog.progress,
     )
@@ -60,15 +61,13 @@ class LearnerSession:
       config,
       parts,
       batches=self._feed,
-      drops=self._drops,
+      drops=drops,
       publisher=publisher,
       on_report=self._report,
     )
-    self._checkpointer = _make_checkpointer(config, run_dir)
-    self._saved_step = 0
-    self._saved_s = time.monotonic()
-    self._checkpoint_s = 0.0
-    self._first_report = True
+    self._checkpoints = (
+      None if run_dir is None else _Checkpoints(config, run_dir, self.learner)
+    )
 
   def run(self) -> None:
     """Restores, publishes the first variables, learns to the last step."""
@@ -82,7 +81,10 @@ class LearnerSession:
     self._compiles.mark_warm()
     self._feed.start()
     last = self._config.learner.max_learner_steps
-    self.learner.run(max(0, last - self.learner.learner_step))
+    if self.learner.learner_step < last:
+      self.learner.run(1)
+      self._milestones.mark('learnt its first batch')
+      self.learner.run(last - self.learner.learner_step)
 
   def stop(self) -> None:
     """Makes `run` return soon; safe from any thread."""
@@ -91,75 +93,107 @@ class LearnerSession:
   def close(self) -> None:
     """Stops the feed and writes the last checkpoint."""
     self._feed.close()
-    if self._checkpointer is None:
-      return
-    try:
-      if self.learner.learner_step != self._saved_step:
-        self._save()
-      self._checkpointer.wait(_CHECKPOINT_DEADLINE_S)
-      print(f'learner: saved learner step {self._saved_step}', flush=True)
-    finally:
-      self._checkpointer.close(timeout_s=1.0)
+    if self._checkpoints is not None:
+      self._checkpoints.close()
 
   def _restore(self) -> None:
-    if self._checkpointer is None:
-      return
-    if not self._checkpointer.steps():
-      return
-    state, metadata = self._checkpointer.restore_latest(self.learner.state)
-    self.learner.restore(state)
-    self.learner.policy_version = int(metadata['policy_version'])
-    self.learner.report.transitions_total = int(metadata['transitions_total'])
-    self._saved_step = self.learner.learner_step
-    self._milestones.mark(
-      f'resumed from learner step {self.learner.learner_step}'
-    )
+    if self._checkpoints is not None and self._checkpoints.restore():
+      self._milestones.mark(
+        f'resumed from learner step {self.learner.learner_step}'
+      )
 
   def _report(self, metrics: Mapping[str, Any], learner_step: int) -> None:
     self._watchdog.progress()
-    if self._first_report:
-      self._first_report = False
-      self._milestones.mark('learns')
-    period_s = self._config.learner.learner_checkpoint_period_s
-    if period_s and time.monotonic() - self._saved_s >= period_s:
-      self._save()
+    checkpoint_s = 0.0
+    if self._checkpoints is not None:
+      self._checkpoints.save_if_due()
+      checkpoint_s = self._checkpoints.blocked_s
     self._logger.write(
       {
         **metrics,
         'recompiles_total': self._compiles.recompiles,
         'compile_s': self._compiles.compile_s,
-        'checkpoint_s': self._checkpoint_s,
+        'checkpoint_s': checkpoint_s,
       },
       learner_step,
     )
 
+
+class _Checkpoints:
+  """Checkpoints of one learner, by period and at its end.
+
+  Attributes:
+    blocked_s: seconds the last save held up the learner.
+  """
+
+  def __init__(
+    self,
+    config: config_lib.ExperimentConfig,
+    run_dir: pathlib.Path,
+    learner: learner_lib.PackedLearner,
+  ):
+    self._config = config
+    self._learner = learner
+    self._checkpointer = checkpoints.LearnerCheckpointer(
+      builder.checkpoint_dir(run_dir),
+      max_to_keep=config.learner.learner_checkpoints_to_keep,
+    )
+    self._step = 0
+    self._at_s = time.monotonic()
+    self.blocked_s = 0.0
+
+  def restore(self) -> bool:
+    """Takes over the newest checkpoint; returns whether there was one."""
+    if not self._checkpointer.steps():
+      return False
+    learner = self._learner
+    state, metadata = self._checkpointer.restore_latest(learner.state)
+    learner.restore(state)
+    learner.policy_version = int(metadata['policy_version'])
+    learner.report.transitions_total = int(metadata['transitions_total'])
+    self._step = learner.learner_step
+    return True
+
+  def save_if_due(self) -> None:
+    """Saves once per period."""
+    period_s = self._config.learner.learner_checkpoint_period_s
+    if period_s and time.monotonic() - self._at_s >= period_s:
+      self._save()
+
+  def close(self) -> None:
+    """Saves what the last checkpoint lacks; waits until it is on disk."""
+    try:
+      self._wait()
+      if self._learner.learner_step != self._step:
+        self._save()
+        self._wait()
+      print(f'learner: saved learner step {self._step}', flush=True)
+    finally:
+      self._checkpointer.close(timeout_s=1.0)
+
+  def _wait(self) -> None:
+    try:
+      self._checkpointer.wait(_CHECKPOINT_DEADLINE_S)
+    except errors.CheckpointError as e:  # The one before it is still there.
+      print(f'warning: {e}', flush=True)
+
   def _save(self) -> None:
     """Starts a checkpoint; a full disk is told, and training goes on."""
-    began_s = time.monotonic()
-    learner = self.learner
+    self._at_s = time.monotonic()
+    learner = self._learner
     try:
-      self._checkpointer.save(
+      started = self._checkpointer.save(
         learner.learner_step,
         learner.state,
         metadata={
           'policy_version': learner.policy_version,
           'transitions_total': learner.report.transitions_total,
-          'config': config_lib.to_flat(self._config),
+          'config': flat.to_flat(self._config),
         },
       )
-      self._saved_step = learner.learner_step
     except errors.CheckpointError as e:
       print(f'warning: {e}', flush=True)
-    self._saved_s = time.monotonic()
-    self._checkpoint_s = self._saved_s - began_s
-
-
-def _make_checkpointer(
-  config: config_lib.ExperimentConfig, run_dir: pathlib.Path | None
-) -> checkpoints.LearnerCheckpointer | None:
-  if run_dir is None:
-    return None
-  return checkpoints.LearnerCheckpointer(
-    builder.checkpoint_dir(run_dir),
-    max_to_keep=config.learner.learner_checkpoints_to_keep,
-  )
+      started = False
+    if started:
+      self._step = learner.learner_step
+    self.blocked_s = time.monotonic() - self._at_s
