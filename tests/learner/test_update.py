@@ -108,11 +108,7 @@ def _initial_state():
 def _run(mesh_name, batches, *, config=_CONFIG):
   """Learner state and metrics after one update per batch, on the host."""
   mesh, update = _mesh(mesh_name), _update(mesh_name, config)
-  # A copy: the CPU backend may use a host array's memory, and donation then
-  # writes to it.
-  state = mesh_lib.replicate(
-    jax.tree_util.tree_map(np.copy, _initial_state()), mesh
-  )
+  state = mesh_lib.replicate(_initial_state(), mesh)
   metrics = {}
   for batch in batches:
     state, metrics = update(state, mesh_lib.place_batch(batch, mesh))

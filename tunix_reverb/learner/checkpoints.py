@@ -225,7 +225,7 @@ class LearnerCheckpointer:
     if not self._directory.is_dir():
       return
     for path in self._directory.iterdir():
-      name = path.name.removesuffix('.json')
+      name = path.name
       is_tmp = _TMP_MARK in name and name.split('.')[0].isdigit()
       if is_tmp or (name.isdigit() and not (path / _SEAL).exists()):
         shutil.rmtree(path, ignore_errors=True)
