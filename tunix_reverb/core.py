@@ -136,7 +136,7 @@ class VectorAdder(abc.ABC):
     what its action, log-probability and version say is ignored.
 
     Args:
-      environment_ids: i32 [K], all different.
+      environment_ids: i32 [K], ascending.
       action: [K, ...], what led to `timestep`.
       behaviour_log_prob: f32 [K], of `action`.
       policy_version: i32 [K], of the variables that chose `action`.
@@ -200,7 +200,7 @@ class VectorEnvironment(abc.ABC):
     next `recv`: copy what must outlive it.
 
     Returns:
-      (environment_ids int32 [K], TimeStep with step_type int32 [K], reward f32
+      (environment_ids int32 [K], ascending, TimeStep with step_type int32 [K], reward f32
       [K], discount f32 [K], observation nest of [K, ...]), or None when no
       environment answered within `timeout_s` seconds.
     """

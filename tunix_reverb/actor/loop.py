@@ -17,8 +17,14 @@ from tunix_reverb import types
 from tunix_reverb.actor import policy as policy_lib
 from tunix_reverb.telemetry import timing
 
-_FIRST = int(dm_env.StepType.FIRST)
-_LAST = int(dm_env.StepType.LAST)
+_FIRST = np.int32(dm_env.StepType.FIRST)
+_MID = np.int32(dm_env.StepType.MID)
+_LAST = np.int32(dm_env.StepType.LAST)
+
+
+# What each environment's last action was: (action [N, ...], log-probability f32
+# [N], policy version i32 [N]).
+_Choice = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class EpisodeStatistics:
@@ -34,21 +40,20 @@ class EpisodeStatistics:
     """Adds batched timesteps; ended episodes go to `finished`.
 
     Args:
-      ids: i32 [K].
+      ids: i32 [K], ascending.
       timestep: batched, [K].
     """
-    self._return[ids] += timestep.reward
-    self._length[ids] += 1
-    edge = timestep.step_type != int(dm_env.StepType.MID)
-    if not edge.any():
+    every = ids.size == self._return.size
+    at = slice(None) if every else ids
+    self._return[at] += timestep.reward
+    self._length[at] += 1
+    if np.count_nonzero(timestep.step_type == _MID) == ids.size:
       return
     first = ids[timestep.step_type == _FIRST]
     self._return[first] = 0.0
     self._length[first] = 0
-    for i in ids[timestep.step_type == _LAST]:
-      self.finished.append(
-        (int(i), float(self._return[i]), int(self._length[i]))
-      )
+    for i in ids[timestep.step_type == _LAST].tolist():
+      self.finished.append((i, float(self._return[i]), int(self._length[i])))
 
   def take(self) -> list[tuple[int, float, int]]:
     """(environment id, return, length) of episodes ended since last asked."""
@@ -75,11 +80,9 @@ class ActorLoop:
     self._variables = variables
     self._period_s = variable_update_period_s
     self._next_update_s = 0.0
-    num = environment.num_environments
-    self._action: types.Nest = None
-    self._log_prob = np.zeros(num, np.float32)
-    self._version = np.zeros(num, np.int32)
-    self.statistics = EpisodeStatistics(num)
+    self._choice: _Choice | None = None
+    self._versions = np.zeros(0, np.int32)
+    self.statistics = EpisodeStatistics(environment.num_environments)
     self.account = timing.TimeAccount('environment', 'act', 'adder')
     self.actor_steps = 0
 
@@ -144,19 +147,43 @@ class ActorLoop:
     core_state: types.Nest,
     output: types.PolicyOutput,
   ) -> None:
-    """Adds `timestep` with the action that led to it; keeps the next one."""
-    if self._action is None:
-      self._action = np.zeros(
-        (self._version.size, *output.action.shape[1:]), output.action.dtype
-      )
+    """Adds `timestep` with the choice that led to it; keeps the next one."""
+    choice = (
+      output.action,
+      output.log_prob,
+      self._version_of(ids.size, self._policy.policy_version),
+    )
+    if ids.size == self._environment.num_environments:
+      before, self._choice = self._choice or choice, choice
+    else:
+      before = self._exchange(ids, choice)
+    action, log_prob, version = before
     self._adder.add(
       ids,
-      action=self._action[ids],
-      behaviour_log_prob=self._log_prob[ids],
-      policy_version=self._version[ids],
+      action=action,
+      behaviour_log_prob=log_prob,
+      policy_version=version,
       timestep=timestep,
       core_state=core_state,
     )
-    self._action[ids] = output.action
-    self._log_prob[ids] = output.log_prob
-    self._version[ids] = self._policy.policy_version
+
+  def _exchange(self, ids: np.ndarray, choice: _Choice) -> _Choice:
+    """Keeps the choice of some environments; returns the one before."""
+    num = self._environment.num_environments
+    kept = self._choice or [
+      np.zeros((num, *a.shape[1:]), a.dtype) for a in choice
+    ]
+    # What the policy returned whole is read-only.
+    kept = tuple(a if a.flags.writeable else np.array(a) for a in kept)
+    before = tuple(a[ids] for a in kept)
+    for to, values in zip(kept, choice):
+      to[ids] = values
+    self._choice = kept
+    return before
+
+  def _version_of(self, count: int, version: int) -> np.ndarray:
+    """i32 [K] of `version`; made once per version while all answer."""
+    if self._versions.size != count or self._versions[0] != version:
+      self._versions = np.full(count, version, np.int32)
+      self._versions.flags.writeable = False
+    return self._versions

@@ -147,7 +147,11 @@ class AsynchronousVectorEnvironment(core.VectorEnvironment):
       self._accept(slot_message, ids, timesteps)
     if not ids:
       return None
-    return np.array(ids, np.int32), self._buffers.write(*zip(*timesteps))
+    order = sorted(range(len(ids)), key=ids.__getitem__)
+    return (
+      np.array(sorted(ids), np.int32),
+      self._buffers.write(*zip(*(timesteps[i] for i in order))),
+    )
 
   def _get(self, timeout_s: float) -> tuple[_Slot, Any] | None:
     try:

@@ -39,9 +39,9 @@ _TRANSITION_COLUMNS = (
 class TrajectoryAdder(core.VectorAdder):
   """Builds the trajectories of N environments and groups them into items.
 
-  Steps are written into one preallocated block per column, [N, T, ...], so
-  that a step of all environments is a few array writes, and a finished
-  trajectory is one contiguous copy.
+  A step of K environments is one write per column into a ring of timesteps.
+  The end of a trajectory only notes where it lies in the ring; what has ended
+  is copied out together, once there is enough of it for an item.
   """
 
   def __init__(
@@ -65,26 +65,29 @@ class TrajectoryAdder(core.VectorAdder):
       trajectory_length: most transitions T of one trajectory.
       writer: takes the items.
       actor_id: stored with every trajectory.
-      item_bytes: size at which a group of trajectories is sent, bytes.
-      item_age_s: age at which a group is sent, seconds.
+      item_bytes: size at which trajectories are sent, bytes.
+      item_age_s: age at which they are sent whatever their size, seconds.
       keep_waiting: asked each time the writer had no room; when it returns
         False the item is given up.
       clock: wall-clock seconds.
     """
     self._columns = columns
-    self._length = trajectory_length
+    self._full = np.int64(trajectory_length)
     self._writer = writer
-    self._actor_id = actor_id
     self._item_age_s = item_age_s
     self._keep_waiting = keep_waiting
     self._clock = clock
-    self._open = _OpenTrajectories(columns, num_environments, trajectory_length)
     self._max_item_transitions = max(
       1, int(item_bytes // _bytes_per_transition(columns))
     )
-    self._group: list[list[np.ndarray]] = []
-    self._group_transitions = 0
-    self._group_since_s = 0.0
+    # Room for the open trajectories and for an item's worth of ended ones.
+    slack = trajectory_length + self._max_item_transitions // num_environments
+    self._ring = _Ring(
+      columns, num_environments, trajectory_length + 2 + slack, actor_id
+    )
+    self._slack = slack
+    self._steps_since_sent = 0
+    self._ended = _Ended()
     self._next_episode = 0
     self.items_total = 0
     self.trajectories_total = 0
@@ -102,13 +105,17 @@ class TrajectoryAdder(core.VectorAdder):
   ) -> None:
     """See base class."""
     now_s = self._clock()
+    if self._steps_since_sent > self._slack:
+      self.flush()
+    self._steps_since_sent += 1
     first = timestep.step_type == _FIRST
-    if first.any():
+    any_first = _count(first)
+    if any_first:
       ids = environment_ids[first]
-      self._open.begin(ids, _rows(core_state, first), now_s)
-      self._open.episode_id[ids] = self._next_episode + np.arange(ids.size)
+      self._ring.close(ids)
+      self._ring.episode_id[ids] = self._next_episode + np.arange(ids.size)
       self._next_episode += ids.size
-    full = self._open.append(
+    size = self._ring.append(
       environment_ids,
       first,
       (
@@ -121,64 +128,32 @@ class TrajectoryAdder(core.VectorAdder):
       timestep.observation,
     )
     last = timestep.step_type == _LAST
-    ended = full | last
-    if ended.any():
+    ended = (size == self._full) | last
+    any_ended = _count(ended)
+    if any_ended:
       truncated = (last & (timestep.discount > 0))[ended]
-      self._finish(environment_ids[ended], truncated)
-      self._open.close(environment_ids[last])
-      goes_on = ended & ~last
-      if goes_on.any():
-        ids = environment_ids[goes_on]
-        self._open.overlap(ids, _rows(core_state, goes_on), now_s)
-    elif self._group and now_s - self._group_since_s > self._item_age_s:
-      self._send()
+      self._ended.add(self._ring, environment_ids[ended], truncated, now_s)
+      self._ring.close(environment_ids[last])
+    # A trajectory starts at FIRST, or where the one before it was cut.
+    if any_first or any_ended:
+      starts = first | (ended & ~last)
+      state = [leaf[starts] for leaf in tree.flatten(core_state)]
+      self._ring.start(environment_ids[starts], state, now_s)
+    if self._ended.is_due(self._max_item_transitions, self._item_age_s, now_s):
+      self.flush()
 
   def drop(self, environment_ids: np.ndarray) -> None:
     """Drops the unfinished trajectories of `environment_ids`, i32 [K]."""
-    self._open.close(environment_ids)
+    self._ring.close(environment_ids)
 
   def flush(self) -> None:
     """See base class."""
-    if self._group:
-      self._send()
+    self._steps_since_sent = 0
+    ended, self._ended = self._ended, _Ended()
+    for part in ended.split(self._max_item_transitions):
+      self._send(self._ring.take(part))
 
-  def _finish(self, ids: np.ndarray, truncated: np.ndarray) -> None:
-    """Copies finished trajectories into the group, and sends it when full."""
-    sizes = self._open.size[ids]
-    if sizes.sum() <= self._max_item_transitions:
-      self._collect(self._open.take(ids, truncated, self._actor_id), sizes)
-      return
-    # Several items when the trajectories that end together exceed one.
-    share = np.cumsum(sizes) // (self._max_item_transitions + 1)
-    for part in np.split(
-      np.arange(ids.size), np.flatnonzero(np.diff(share)) + 1
-    ):
-      self._collect(
-        self._open.take(ids[part], truncated[part], self._actor_id), sizes[part]
-      )
-
-  def _collect(self, leaves: list[np.ndarray], sizes: np.ndarray) -> None:
-    transitions = int(sizes.sum())
-    if self._group_transitions + transitions > self._max_item_transitions:
-      self.flush()
-    now_s = self._clock()
-    if not self._group:
-      self._group_since_s = now_s
-    self._group.append(leaves)
-    self._group_transitions += transitions
-    if (
-      self._group_transitions >= self._max_item_transitions
-      or now_s - self._group_since_s > self._item_age_s
-    ):
-      self._send()
-
-  def _send(self) -> None:
-    leaves = (
-      self._group[0]
-      if len(self._group) == 1
-      else [np.concatenate(parts) for parts in zip(*self._group)]
-    )
-    self._group, self._group_transitions = [], 0
+  def _send(self, leaves: list[np.ndarray]) -> None:
     item = tree.unflatten_as(self._columns, leaves)
     while not self._writer.write(item):
       if not self._keep_waiting():
@@ -188,26 +163,75 @@ class TrajectoryAdder(core.VectorAdder):
     self.trajectories_total += item.lengths.size
 
 
-_FIRST = int(dm_env.StepType.FIRST)
-_LAST = int(dm_env.StepType.LAST)
+_FIRST = np.int32(dm_env.StepType.FIRST)
+_LAST = np.int32(dm_env.StepType.LAST)
 _CLOSED = -1
+# Much faster than `.any()` on few elements.
+_count = np.count_nonzero
 
 
-class _OpenTrajectories:
-  """The unfinished trajectory of each environment, [N, T + 1, ...] per column.
+class _Ended:
+  """Ended trajectories that still lie in the ring, in the order they ended.
 
-  The slot after the last transition takes what comes with FIRST: a closed
-  trajectory has size -1, so its "transition" goes to slot -1, which nobody
-  reads, and its observation to slot 0.
+  Each part is (environment ids, slot of the first timestep, transitions,
+  created_at_s, episode ids, truncated, *core states), all [n, ...].
   """
 
-  def __init__(self, columns: types.Trajectories, num: int, length: int):
-    block = lambda spec: np.zeros(
-      (num, length + 1, *spec.shape[1:]), spec.dtype
+  def __init__(self) -> None:
+    self._parts: list[tuple[np.ndarray, ...]] = []
+    self._transitions = 0
+    self._since_s = 0.0
+
+  def add(
+    self, ring: _Ring, ids: np.ndarray, truncated: np.ndarray, now_s: float
+  ) -> None:
+    if not self._parts:
+      self._since_s = now_s
+    part = ring.describe(ids, truncated)
+    self._parts.append(part)
+    self._transitions += int(part[2].sum())
+
+  def is_due(self, max_transitions: int, max_age_s: float, now_s: float):
+    """Whether there is enough for an item, or something is old."""
+    return bool(self._parts) and (
+      self._transitions >= max_transitions or now_s - self._since_s > max_age_s
     )
-    self.size = np.full(num, _CLOSED, np.int64)
+
+  def split(self, max_transitions: int) -> list[list[np.ndarray]]:
+    """All of them, in parts of at most `max_transitions` or one trajectory."""
+    if not self._parts:
+      return []
+    whole = [np.concatenate(columns) for columns in zip(*self._parts)]
+    if self._transitions <= max_transitions:
+      return [whole]
+    edges, total = [], 0
+    for i, length in enumerate(whole[2].tolist()):
+      if total and total + length > max_transitions:
+        edges.append(i)
+        total = 0
+      total += length
+    return list(zip(*(np.split(column, edges) for column in whole)))
+
+
+class _Ring:
+  """The latest timesteps of each environment, [R, N, ...] per column.
+
+  A slot holds a timestep's observation and the transition that left it. The
+  last timestep of a trajectory has none, so a cut trajectory shares its last
+  slot with the first of the next, and what comes with FIRST is written over
+  the slot that follows LAST without anybody reading it.
+  """
+
+  def __init__(
+    self, columns: types.Trajectories, num: int, slots: int, actor_id: int
+  ):
+    block = lambda spec: np.zeros((slots, num, *spec.shape[1:]), spec.dtype)
     self.episode_id = np.zeros(num, np.int64)
-    self._length = length
+    self._slots = slots
+    self._actor_id = actor_id
+    self._size = np.full(num, _CLOSED, np.int64)
+    self._slot = np.zeros(num, np.int64)
+    self._row: int | None = 0  # The slot of all, while they are at one slot.
     self._created_at_s = np.zeros(num)
     self._observation = [block(s) for s in tree.flatten(columns.observation)]
     self._transitions = [
@@ -218,27 +242,18 @@ class _OpenTrajectories:
       for spec in tree.flatten(columns.core_state)
     ]
 
-  def begin(
-    self, ids: np.ndarray, core_state: types.Nest, now_s: float
-  ) -> None:
-    """Expects FIRST of `ids`; an unfinished trajectory is forgotten."""
-    self.size[ids] = _CLOSED
-    self._created_at_s[ids] = now_s
-    for to, values in zip(self._core_state, tree.flatten(core_state)):
-      to[ids] = values
-
   def close(self, ids: np.ndarray) -> None:
-    """Forgets the trajectories of `ids`."""
-    self.size[ids] = _CLOSED
+    """Forgets the open trajectories of `ids`."""
+    self._size[ids] = _CLOSED
 
-  def overlap(
-    self, ids: np.ndarray, core_state: types.Nest, now_s: float
+  def start(
+    self, ids: np.ndarray, core_state: Sequence[np.ndarray], now_s: float
   ) -> None:
-    """Begins the next trajectory with the last timestep of the full one."""
-    self.begin(ids, core_state, now_s)
-    for block in self._observation:
-      block[ids, 0] = block[ids, self._length]
-    self.size[ids] = 0
+    """Starts trajectories of `ids` at their latest timestep."""
+    self._size[ids] = 0
+    self._created_at_s[ids] = now_s
+    for to, values in zip(self._core_state, core_state):
+      to[ids] = values
 
   def append(
     self,
@@ -247,49 +262,85 @@ class _OpenTrajectories:
     transitions: Sequence[np.ndarray],
     observation: types.Nest,
   ) -> np.ndarray:
-    """Writes a timestep; returns bool [K], True where T is reached."""
-    at = self.size[ids]
-    closed = at < 0
-    if (closed != first).any():
+    """Writes a timestep; returns the transitions so far, i64 [K]."""
+    size = self._size[ids]
+    closed = size < 0
+    if _count(closed) != _count(first) or _count(closed & ~first):
       raise ValueError(
         f'environment_ids ({ids[closed & ~first].tolist()}) must start with a '
         'FIRST timestep: pass what reset() returned'
       )
+    at, at_next = self._advance(ids)
     for block, values in zip(self._transitions, transitions):
-      block[ids, at] = values
-    at += 1
-    self.size[ids] = at
+      block[at] = values
     leaves = (
       (observation,)
       if isinstance(observation, np.ndarray)
       else tree.flatten(observation)
     )
     for block, values in zip(self._observation, leaves):
-      block[ids, at] = values
-    return at == self._length
+      block[at_next] = values
+    size += 1
+    self._size[ids] = size
+    return size
 
-  def take(
-    self, ids: np.ndarray, truncated: np.ndarray, actor_id: int
-  ) -> list[np.ndarray]:
-    """Copies out the trajectories of `ids`: the leaves of a `Trajectories`."""
-    lengths = self.size[ids]
-    if ids.size == 1:
-      n, size = int(ids[0]), int(lengths[0])
-      at, at_timesteps = (n, slice(size)), (n, slice(size + 1))
-    else:
-      at = (np.repeat(ids, lengths), _ranges(lengths))
-      at_timesteps = (np.repeat(ids, lengths + 1), _ranges(lengths + 1))
-    return [
-      *(np.array(block[at_timesteps]) for block in self._observation),
-      *(np.array(block[at]) for block in self._transitions),
-      np.ones(int(lengths.sum()), np.bool_),
-      *(state[ids] for state in self._core_state),
-      lengths.astype(np.int32),
+  def _advance(self, ids: np.ndarray) -> tuple[Any, Any]:
+    """Index of the slots of `ids` before and after they move on by one.
+
+    While all environments have always answered together they are all at the
+    same slot, and a column is written as one row.
+    """
+    if self._row is not None:
+      if ids.size == self._slot.size:
+        row, self._row = self._row, (self._row + 1) % self._slots
+        return row, self._row
+      self._slot[:] = self._row
+      self._row = None
+    slot = self._slot[ids]
+    next_slot = (slot + 1) % self._slots
+    self._slot[ids] = next_slot
+    return (slot, ids), (next_slot, ids)
+
+  def describe(
+    self, ids: np.ndarray, truncated: np.ndarray
+  ) -> tuple[np.ndarray, ...]:
+    """Where the open trajectories of `ids` lie; see `_Ended`."""
+    size = self._size[ids]
+    slot = self._slot[ids] if self._row is None else self._row
+    return (
+      ids,
+      (slot - size) % self._slots,
+      size,
       self._created_at_s[ids],
-      np.full(ids.size, actor_id, np.int32),
       self.episode_id[ids],
       truncated,
+      *(state[ids] for state in self._core_state),
+    )
+
+  def take(self, part: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Copies trajectories out: the leaves of a `Trajectories`, in order."""
+    ids, start, lengths, created_at_s, episode_id, truncated, *core = part
+    at = self._positions(ids, start, lengths)
+    at_timesteps = self._positions(ids, start, lengths + 1)
+    return [
+      *(block[at_timesteps] for block in self._observation),
+      *(block[at] for block in self._transitions),
+      np.ones(int(lengths.sum()), np.bool_),
+      *core,
+      lengths.astype(np.int32),
+      created_at_s,
+      np.full(ids.size, self._actor_id, np.int32),
+      episode_id,
+      truncated,
     ]
+
+  def _positions(
+    self, ids: np.ndarray, start: np.ndarray, count: np.ndarray
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """Index of `count` slots from `start` of each of `ids`, end to end."""
+    begin = np.cumsum(count) - count
+    slot = np.arange(int(count.sum())) + np.repeat(start - begin, count)
+    return slot % self._slots, np.repeat(ids, count)
 
 
 class EnvironmentAdder(core.Adder):
@@ -359,16 +410,6 @@ class EnvironmentAdder(core.Adder):
 
 def _batched(nest: types.Nest) -> types.Nest:
   return tree.map_structure(lambda x: np.asarray(x)[None], nest)
-
-
-def _ranges(lengths: np.ndarray) -> np.ndarray:
-  """0..length-1 of each run, end to end."""
-  starts = np.cumsum(lengths) - lengths
-  return np.arange(int(lengths.sum())) - np.repeat(starts, lengths)
-
-
-def _rows(nest: types.Nest, mask: np.ndarray) -> types.Nest:
-  return tree.map_structure(lambda x: x[mask], nest)
 
 
 def _bytes_per_transition(columns: types.Trajectories) -> float:
