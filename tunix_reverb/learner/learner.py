@@ -123,7 +123,7 @@ class PackedLearner(core.Learner):
     return metrics
 
   def run(self, num_learner_steps: int | None = None) -> None:
-    """See base class.
+    """See base class; also ends when the iterator of batches does.
 
     Raises:
       errors.NonFiniteError: too many updates in a row were skipped.
@@ -136,7 +136,10 @@ class PackedLearner(core.Learner):
     next_report_s = time.monotonic() + self._limits.report_period_s
     metrics: Mapping[str, Any] | None = None
     while not self._stopped and (target is None or self.learner_step < target):
-      metrics = self.step() or metrics
+      try:
+        metrics = self.step() or metrics
+      except StopIteration:  # Someone else's data may be finite.
+        break
       if time.monotonic() >= next_report_s:
         next_report_s = time.monotonic() + self._limits.report_period_s
         self._report(metrics)

@@ -1,18 +1,65 @@
 """The contract of `core.Learner`, as tests to inherit.
 
-Inherit the mixin, implement its hooks, and pytest runs the contract. Not
-imported by the library.
+Inherit the mixin, implement its hooks, and pytest runs the contract. Also
+holds small trajectories for tests. Not imported by the library.
 """
 
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
+import time
 
+from dm_env import specs as dm_specs
 import jax
 import numpy as np
 
 from tunix_reverb import core
+from tunix_reverb import specs
 from tunix_reverb import types
+
+SPEC = specs.EnvironmentSpec(
+  observation=dm_specs.Array((2,), np.float32),
+  action=dm_specs.DiscreteArray(3),
+  reward=dm_specs.Array((), np.float32),
+  discount=dm_specs.BoundedArray((), np.float32, 0, 1),
+)
+
+
+def trajectories(
+  lengths: Sequence[int],
+  *,
+  policy_version: int | Sequence[int] = 1,
+  age_s: float | Sequence[float] = 0.0,
+  seed: int = 0,
+) -> types.Trajectories:
+  """An item of random trajectories of an environment with `SPEC`.
+
+  Args:
+    lengths: transitions of each, [N].
+    policy_version: of each, [N] or one for all.
+    age_s: of each, seconds, [N] or one for all.
+    seed: of observations, actions and rewards.
+  """
+  n, s = len(lengths), sum(lengths)
+  rng = np.random.default_rng(seed)
+  normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
+  versions = np.broadcast_to(np.asarray(policy_version, np.int32), n)
+  return types.Trajectories(
+    observation=normal(s + n, 2),
+    action=rng.integers(0, 3, s).astype(np.uint8),
+    reward=normal(s),
+    discount=np.ones(s, np.float32),
+    behaviour_log_prob=np.full(s, np.log(1 / 3), np.float32),
+    policy_version=np.repeat(versions, lengths),
+    loss_mask=np.ones(s, np.bool_),
+    core_state=(),
+    lengths=np.array(lengths, np.int32),
+    created_at_s=time.time() - np.broadcast_to(np.asarray(age_s, float), n),
+    actor_id=np.zeros(n, np.int32),
+    episode_id=np.arange(n, dtype=np.int64),
+    truncated=np.zeros(n, np.bool_),
+  )
 
 
 class LearnerContract(abc.ABC):
