@@ -17,7 +17,8 @@ flags.DEFINE_enum(
   'auto',
   ['auto', 'discard'],
   'auto: start from the latest loadable checkpoint in run_dir, if there is '
-  'one; discard: start empty and leave the checkpoints alone.',
+  'one; discard: start empty and move the checkpoints there are to '
+  'discarded-<n>/ beside them.',
 )
 
 _REPORT_PERIOD_S = 1.0

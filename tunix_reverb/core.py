@@ -78,6 +78,11 @@ class ItemWriter(abc.ABC):
 class ItemSampler(abc.ABC):
   """Reads items from one table of one or several servers."""
 
+  @property
+  def poison_items(self) -> int:
+    """Items skipped so far because they could not be read."""
+    return 0
+
   @abc.abstractmethod
   def sample(self, timeout_s: float) -> types.SampledItem | None:
     """The next item, or None if none came within `timeout_s` seconds.
@@ -200,9 +205,9 @@ class VectorEnvironment(abc.ABC):
     next `recv`: copy what must outlive it.
 
     Returns:
-      (environment_ids int32 [K], ascending, TimeStep with step_type int32 [K], reward f32
-      [K], discount f32 [K], observation nest of [K, ...]), or None when no
-      environment answered within `timeout_s` seconds.
+      (environment_ids int32 [K], ascending, TimeStep with step_type int32 [K],
+      reward f32 [K], discount f32 [K], observation nest of [K, ...]), or None
+      when no environment answered within `timeout_s` seconds.
     """
 
   @abc.abstractmethod

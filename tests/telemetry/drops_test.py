@@ -26,3 +26,13 @@ def test_nothing_seen_yet():
   drops = drops_lib.DropCounter(('age',))
   assert drops.by_cause() == {'age': 0}
   assert drops.by_decile().tolist() == [0] * 10
+
+
+def test_what_could_not_be_read_counts_in_no_decile():
+  drops = drops_lib.DropCounter(('age', 'poison'))
+  drops.see(np.arange(1, 11, dtype=np.int32))
+  drops.set_unread('poison', 2)
+  drops.set_unread('poison', 3)
+  drops.drop('age', np.array([4], np.int32))
+  assert drops.by_cause() == {'age': 1, 'poison': 3}
+  assert drops.by_decile().sum() == 1

@@ -61,7 +61,7 @@ def _state(rows=40):
           i,
           {
             'table_items': 16.0,
-            'inserts_blocked': 2.0,
+            'inserts_blocked': 1.0,
             'samples_blocked': 0.0,
           },
         ),
@@ -106,7 +106,7 @@ def test_the_panel_shows_everything_a_user_watches():
     'lag 3',
     'recompiles',
     'runs/x',
-    'holds back 2 inserts',
+    'holds back inserts',
     '16 items',
     'pid 12',
     'restarts 2',
@@ -168,7 +168,7 @@ def test_the_panel_and_events_appear_on_the_screen(capsys):
     view.say('actor_0 died [status 1]')
   out = capsys.readouterr().out
   assert 'actor_0 died [status 1]' in out
-  assert 'gym:CartPole-v1' in out and 'holds back 2 inserts' in out
+  assert 'gym:CartPole-v1' in out and 'holds back inserts' in out
 
 
 def test_drawing_twice_a_second_costs_little_of_a_core():

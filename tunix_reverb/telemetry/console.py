@@ -242,9 +242,9 @@ def _limiter(state: run_state.RunState) -> str:
   if math.isnan(items):
     return '-'
   if inserts > 0:
-    balance = f'holds back {inserts:.0f} inserts: actors are ahead'
+    balance = 'holds back inserts: actors are ahead'
   elif samples > 0:
-    balance = f'holds back {samples:.0f} samples: the learner is ahead'
+    balance = 'holds back samples: the learner is ahead'
   else:
     balance = 'open'
   return f'{balance}   {items:.0f} items in the table'

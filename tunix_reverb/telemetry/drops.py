@@ -28,6 +28,7 @@ class DropCounter:
     self._lock = threading.Lock()
     self._seen = np.zeros(1, np.int64)
     self._dropped = {cause: np.zeros(1, np.int64) for cause in self._causes}
+    self._unread = dict.fromkeys(self._causes, 0)
 
   def see(self, lengths: np.ndarray) -> None:
     """Counts trajectories of `lengths` (i32 [N], transitions) as generated."""
@@ -41,6 +42,14 @@ class DropCounter:
       self._grow(lengths)
       self._dropped[cause] += np.bincount(lengths, minlength=self._seen.size)
 
+  def set_unread(self, cause: str, total: int) -> None:
+    """Sets how many were dropped in all without their lengths being known.
+
+    They count in `by_cause`, and in no decile.
+    """
+    with self._lock:
+      self._unread[cause] = total
+
   @property
   def seen_total(self) -> int:
     """Trajectories seen."""
@@ -48,7 +57,10 @@ class DropCounter:
 
   def by_cause(self) -> dict[str, int]:
     """Trajectories dropped, by cause."""
-    return {cause: int(n.sum()) for cause, n in self._dropped.items()}
+    return {
+      cause: int(n.sum()) + self._unread[cause]
+      for cause, n in self._dropped.items()
+    }
 
   def by_decile(self) -> np.ndarray:
     """Trajectories dropped, i64 [10], shortest tenth first."""

@@ -89,16 +89,20 @@ def _staleness() -> dict[str, Metric]:
   causes = {
     'lag': 'its policy_lag exceeded max_policy_lag',
     'age': 'it was older than max_age_s',
-    'poison': 'its columns were unreadable or not finite',
     'shutdown': 'the learner ended before using it',
   }
   drops = {
     f'dropped_{cause}_total': (
       'trajectories',
-      f'Trajectories dropped because {causes[cause]}.',
+      f'Trajectories dropped because {why}.',
     )
-    for cause in DROP_CAUSES
+    for cause, why in causes.items()
   }
+  drops['dropped_poison_total'] = (
+    'items',
+    'Items dropped because their columns were unreadable: nobody knows how '
+    'many trajectories they held, nor of which length.',
+  )
   deciles = {
     f'dropped_decile_{i}_total': (
       'trajectories',
@@ -145,8 +149,8 @@ def _optimisation() -> dict[str, Metric]:
     learning_rate=('1', 'Learning rate of the last update.'),
     non_finite_updates=(
       'updates',
-      'Updates skipped because loss or gradients were not '
-      'finite, since the process began.',
+      'Updates in a row, up to the last one, that were skipped because loss '
+      'or gradients were not finite.',
     ),
   )
 
@@ -192,8 +196,14 @@ def _replay_server() -> dict[str, Metric]:
     table_items=('items', 'Items in the trajectory table.'),
     inserts_total=('items', 'Items inserted since the table was made.'),
     samples_total=('items', 'Items sampled since the table was made.'),
-    inserts_blocked=('calls', 'Inserts that the rate limiter holds back.'),
-    samples_blocked=('calls', 'Samples that the rate limiter holds back.'),
+    inserts_blocked=(
+      '0 or 1',
+      'Whether the rate limiter of this server holds back inserts.',
+    ),
+    samples_blocked=(
+      '0 or 1',
+      'Whether the rate limiter of this server holds back samples.',
+    ),
     inserts_blocked_s_total=(
       's',
       'Seconds that inserts were held back since the table was made.',

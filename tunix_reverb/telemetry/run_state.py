@@ -50,17 +50,19 @@ class _Series:
 
   first: float = math.nan
   last: float = math.nan
+  first_s: float = math.nan
+  last_s: float = math.nan
   base: float = 0.0
   total: float = 0.0
   count: int = 0
   maximum: float = -math.inf
 
-  def add(self, value: float, is_total: bool) -> None:
+  def add(self, value: float, time_s: float, is_total: bool) -> None:
     if is_total and value < self.last:
       self.base += self.last  # The process was restarted and counts from 0.
     if math.isnan(self.first):
-      self.first = value
-    self.last = value
+      self.first, self.first_s = value, time_s
+    self.last, self.last_s = value, time_s
     if math.isfinite(value):
       self.total += value
       self.count += 1
@@ -72,7 +74,6 @@ class RunState:
 
   def __init__(self) -> None:
     self._series: dict[tuple[str, str], _Series] = {}
-    self._times: dict[str, tuple[float, float]] = {}
     # The last milestone of each role's start, by role.
     self.milestones: dict[str, str] = {}
     self.training_returns: collections.deque[float] = collections.deque(
@@ -85,11 +86,9 @@ class RunState:
   def update(self, rows: Iterable[reader.Row]) -> None:
     """Takes in new rows."""
     for row in rows:
-      first_s, _ = self._times.get(row.role, (row.time_s, row.time_s))
-      self._times[row.role] = (first_s, row.time_s)
       for name, value in row.values.items():
         series = self._series.setdefault((row.role, name), _Series())
-        series.add(value, name.endswith('_total'))
+        series.add(value, row.time_s, name.endswith('_total'))
       if math.isfinite(row.values.get('episode_return_mean', math.nan)):
         self.training_returns.append(row.values['episode_return_mean'])
       if 'evaluation_return_mean' in row.values:
@@ -123,12 +122,12 @@ class RunState:
     return max(values) if values else math.nan
 
   def rate(self, role: str, name: str) -> float:
-    """Growth per second of a counter from a role's first row to its last."""
+    """Growth per second of a counter from its first row to its last."""
     series = self._series.get((role, name))
-    first_s, last_s = self._times.get(role, (0.0, 0.0))
-    if series is None or last_s <= first_s:
+    if series is None or series.last_s <= series.first_s:
       return math.nan
-    return (series.base + series.last - series.first) / (last_s - first_s)
+    growth = series.base + series.last - series.first
+    return growth / (series.last_s - series.first_s)
 
   def drops(self) -> dict[str, int]:
     """Trajectories dropped so far, by cause; only causes that occurred."""
