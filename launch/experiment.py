@@ -245,6 +245,7 @@ class Experiment:
     """Supervises until there is an outcome."""
     evaluation = self.config.evaluation
     solved = SolvedCheck(evaluation.solved_return, evaluation.hold_s)
+    last = _LastEvaluation(self.config, console.say)
     began_s = time.time()
     end_s = time.monotonic() + (evaluation.max_run_s or math.inf)
     while True:
@@ -256,7 +257,7 @@ class Experiment:
       state.update(rows)
       if not state.has_learnt:
         state.milestones = _milestones(self.run_dir, began_s)
-      if outcome is not None:
+      if outcome is not None and not last.is_missing(outcome, state):
         return outcome
       if solved.update(state.evaluations):
         return supervisor_lib.Outcome(False, _solved_text(state))
@@ -284,6 +285,38 @@ class Experiment:
       f'Evaluate: {python} -m launch.evaluator --checkpoint={run_dir}',
       flush=True,
     )
+
+
+class _LastEvaluation:
+  """Waits for the evaluation of what a completed learner published last.
+
+  Without it, a run with a threshold would be judged by whatever params the
+  evaluator had got to when the learner ended.
+  """
+
+  def __init__(
+    self, config: config_lib.ExperimentConfig, say: Callable[[str], None]
+  ):
+    self._is_wanted = math.isfinite(config.evaluation.solved_return)
+    self._timeout_s = config.watchdog_s
+    self._until_s: float | None = None
+    self._say = say
+
+  def is_missing(
+    self, outcome: supervisor_lib.Outcome, state: run_state.RunState
+  ) -> bool:
+    """Whether to go on waiting for it."""
+    if not (outcome.completed and self._is_wanted):
+      return False
+    version = state.latest(metrics.LEARNER, 'policy_version')
+    if math.isnan(version) or any(
+      evaluation.policy_version >= version for evaluation in state.evaluations
+    ):
+      return False
+    if self._until_s is None:
+      self._until_s = time.monotonic() + self._timeout_s
+      self._say(f'{outcome.reason}; evaluating its last variables')
+    return time.monotonic() < self._until_s
 
 
 def _milestones(run_dir: pathlib.Path, since_s: float) -> dict[str, str]:

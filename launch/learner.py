@@ -8,11 +8,16 @@ import time
 from absl import flags
 
 from launch import app
+from launch import shutdown
 from launch import topology
 
 
 def run_learner(context: app.RoleContext) -> int:
-  """Learns until `max_learner_steps` or until it is told to stop."""
+  """Learns until `max_learner_steps` or until it is told to stop.
+
+  Returns:
+    0; under `launch.local` another status if it was told to stop before.
+  """
   from tunix_reverb.agents.vtrace import builder
   from tunix_reverb.agents.vtrace import session as session_lib
   from tunix_reverb.learner import publisher as publisher_lib
@@ -53,6 +58,7 @@ def run_learner(context: app.RoleContext) -> int:
     milestones=milestones,
     compile_counter=compile_counter,
     run_dir=context.run_dir,
+    served_version=clients.served_version(addresses[0], stop),
   )
   try:
     threading.Thread(
@@ -71,7 +77,7 @@ def run_learner(context: app.RoleContext) -> int:
     sink.close()
     sampler.close()
     print(f'learner: closed in {time.monotonic() - began_s:.1f} s', flush=True)
-  return 0
+  return 0 if session.is_complete else shutdown.stopped_status()
 
 
 def main() -> None:

@@ -29,6 +29,9 @@ _ECHO_S = 1.0
 _START_GRACE_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
+# Status of a role that a signal ended early, told to its supervisor only.
+STOPPED_STATUS = 4
+
 # Set in a role that `die_with_parent` has tied to its parent.
 _supervisor_pid = 0
 
@@ -84,7 +87,7 @@ def enforce_deadline(
     stop: the stop flag.
     deadline_s: seconds from the flag to the end.
     has_begun: whether there may be something to save; if not, the process ends
-      sooner, with status 0.
+      sooner, with `stopped_status`.
     describe: names what the process is still waiting for, for the one line
       that is printed.
   """
@@ -96,7 +99,7 @@ def enforce_deadline(
     time.sleep(min(_START_GRACE_S, deadline_s))
     if not has_begun():
       print('stopped while starting; there was nothing to save')
-      exit_now(0)
+      exit_now(stopped_status())
     time.sleep(max(0.0, deadline_s - _START_GRACE_S))
     print(
       f'error: did not end within {deadline_s:g} s of the request to stop; '
@@ -122,6 +125,15 @@ def exit_on_thread_exception() -> None:
     exit_now(1)
 
   threading.excepthook = hook
+
+
+def stopped_status() -> int:
+  """The exit status of a role that a signal ended in order.
+
+  It is 0, as of any program that does what it is told, but for a supervisor,
+  to which 0 means that all the work is done.
+  """
+  return STOPPED_STATUS if _supervisor_pid else 0
 
 
 def exit_now(status: int) -> NoReturn:

@@ -69,11 +69,13 @@ class Outcome:
     failed: whether something went wrong.
     reason: one line for the user.
     detail: more lines, such as the end of a log; may be empty.
+    completed: whether all the work is done.
   """
 
   failed: bool
   reason: str
   detail: str = ''
+  completed: bool = False
 
 
 class _Process:
@@ -224,7 +226,9 @@ class Supervisor:
     process.popen = None
     spec = process.spec
     if spec.completes and status == 0:
-      self._end(Outcome(False, f'{spec.name} completed'))
+      self._end(Outcome(False, f'{spec.name} completed', completed=True))
+    elif spec.completes and status == shutdown.STOPPED_STATUS:
+      self._end(Outcome(False, f'{spec.name} was told to stop by a signal'))
     elif not spec.restart or status == _USER_ERROR_STATUS:
       reason = f'{spec.name} ended ({describe_status(status)})'
       self._fail(process, reason + self._user_error(spec.name, status))

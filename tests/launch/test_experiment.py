@@ -144,6 +144,54 @@ def test_stop_ends_the_run(tmp_path):
   assert summary['reason'] == 'stopped by a signal'
 
 
+# An evaluator that takes its time: two seconds after the learner has ended it
+# is through with the last version.
+_LATE_EVALUATOR = """
+import pathlib, sys, time
+from tunix_reverb.telemetry import logger
+metrics = logger.MetricLogger(pathlib.Path(sys.argv[1]), 'evaluator')
+for version, mean in ((3, 0.0), (5, 1.0)):
+  metrics.write({'evaluation_return_mean': mean, 'evaluation_episodes': 4,
+                 'policy_version': version}, version)
+  time.sleep(2.0 if version == 3 else 60.0)
+"""
+
+
+@pytest.mark.parametrize('threshold', [0.5, None])
+def test_a_completed_run_is_judged_by_its_last_params(
+  tmp_path, capsys, threshold
+):
+  learner = _ROLE.format(
+    values="{'learner_step': step, 'policy_version': step}"
+  )
+  command = lambda code, *args: [
+    sys.executable,
+    '-c',
+    code,
+    str(tmp_path),
+    *args,
+  ]
+  specs = [
+    supervisor_lib.ProcessSpec(
+      name='learner', command=command(learner, 'learner', '5'), completes=True
+    ),
+    supervisor_lib.ProcessSpec(
+      name='evaluator', command=command(_LATE_EVALUATOR), restart=True
+    ),
+  ]
+  values = {} if threshold is None else {'solved_return': threshold}
+  assert _run(tmp_path, specs, **values) == 0
+  out = capsys.readouterr().out
+  summary = json.loads((tmp_path / 'summary.json').read_text())
+  if threshold is None:
+    assert summary['reason'] == 'learner completed'
+    assert summary['evaluation_return_mean'] == 0.0
+  else:
+    assert 'learner completed; evaluating its last variables' in out
+    assert summary['solved'] is True
+    assert summary['evaluation_return_mean'] == 1.0
+
+
 def _evaluations(*returns):
   return [
     run_state.Evaluation(float(t), 1, 10, value, 0.0)

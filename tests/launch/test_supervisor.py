@@ -252,3 +252,18 @@ def test_no_child_survives_kill_9_of_the_supervisor(subprocess_env, tmp_path):
     process.kill()
     process.communicate()
   assert not _wait_gone(pids)
+
+
+@pytest.mark.parametrize(
+  ('status', 'completed', 'reason'),
+  [(0, True, 'learner completed'), (4, False, 'was told to stop by a signal')],
+)
+def test_completing_is_told_from_being_told_to_stop(
+  supervise, status, completed, reason
+):
+  learner = _spec('learner', f'import os; os._exit({status})', completes=True)
+  supervisor, _ = supervise(learner)
+  _poll_until(supervisor, lambda: supervisor.outcome is not None)
+  assert not supervisor.outcome.failed
+  assert supervisor.outcome.completed == completed
+  assert reason in supervisor.outcome.reason

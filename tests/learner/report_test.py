@@ -69,6 +69,7 @@ def test_drops_are_reported_by_cause_and_by_decile():
   assert values['dropped_poison_total'] == 0
   deciles = [values[f'dropped_decile_{i}_total'] for i in range(10)]
   assert deciles == [1, 0, 0, 0, 0, 0, 0, 0, 1, 1]
+  assert report.drops().items() <= values.items()
 
 
 def test_every_name_is_listed_and_the_shares_sum_to_one():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 from tunix_reverb import core
 from tunix_reverb import types
@@ -15,6 +16,7 @@ class Publisher:
     """Publishes to `sink`; a publish unconfirmed after `timeout_s` fails."""
     self._sink = sink
     self._timeout_s = timeout_s
+    self.publish_s = 0.0  # Seconds that the last publish took.
     self._next: types.Variables | None = None
     self._wake = threading.Condition()
     self._busy = False
@@ -67,8 +69,10 @@ class Publisher:
         if self._next is None:
           return
         variables, self._next, self._busy = self._next, None, True
+      began_s = time.monotonic()
       try:
         self._sink.publish(variables, self._timeout_s)
+        self.publish_s = time.monotonic() - began_s
       except BaseException as e:  # Raised again in the learner's thread.
         self._error = e
       finally:

@@ -51,8 +51,15 @@ class LearnerReport:
       metrics['batch_fill'] = fills['mean']
     for name, fraction in self._account.take().items():
       metrics[f'utilisation_{name}'] = fraction
-    for cause, count in self._drops.by_cause().items():
-      metrics[f'dropped_{cause}_total'] = float(count)
-    for decile, count in enumerate(self._drops.by_decile()):
-      metrics[f'dropped_decile_{decile}_total'] = float(count)
-    return metrics
+    return metrics | self.drops()
+
+  def drops(self) -> dict[str, float]:
+    """What was dropped since the process began, as metrics."""
+    by_cause = self._drops.by_cause().items()
+    return {
+      **{f'dropped_{cause}_total': float(count) for cause, count in by_cause},
+      **{
+        f'dropped_decile_{decile}_total': float(count)
+        for decile, count in enumerate(self._drops.by_decile())
+      },
+    }

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import contextlib
 import pathlib
 import threading
+import time
 from typing import Any
 from typing import Protocol
 
@@ -134,6 +135,29 @@ def wait_for_server(
   from tunix_reverb.replay.reverb_client import admin
 
   return admin.wait_for_server(address, timeout_s, stop)
+
+
+def served_version(address: str, stop: threading.Event) -> int:
+  """The version of the variables that a server holds; 0 if it has none.
+
+  Gives up early, with 0, when `stop` is set.
+
+  Raises:
+    errors.ReplayUnavailableError: the server does not answer.
+  """
+  state = limiter_state(address, _ANSWER_TIMEOUT_S)[tables.VARIABLES]
+  if not state.current_size:
+    return 0
+  source = make_variable_source(address)
+  try:
+    deadline_s = time.monotonic() + _ANSWER_TIMEOUT_S
+    while not stop.is_set() and time.monotonic() < deadline_s:
+      variables = source.get_variables(0, 0.2)
+      if variables is not None:
+        return variables.policy_version
+    return 0
+  finally:
+    source.close()
 
 
 def describe(

@@ -22,6 +22,7 @@ from tunix_reverb.telemetry import watchdog as watchdog_lib
 
 _CHECKPOINT_DEADLINE_S = 6.0
 _PUBLISH_DEADLINE_S = 30.0
+_LAST_PUBLISH_DEADLINE_S = 5.0
 
 
 class LearnerSession:
@@ -40,20 +41,39 @@ class LearnerSession:
     milestones: milestones_lib.Milestones,
     compile_counter: compiles.CompileCounter,
     run_dir: pathlib.Path | None,
+    served_version: int = 0,
   ):
-    """Wires the learner; nothing runs before `run`."""
+    """Wires the learner; nothing runs before `run`.
+
+    Args:
+      config: of the run.
+      agent: its specs.
+      parts: the compiled update and the fresh state.
+      sampler: where items come from.
+      publisher: where variables go.
+      logger: writes the metrics.
+      watchdog: is told of every item and report.
+      milestones: is told how far the learner has got.
+      compile_counter: counted every compile of this process.
+      run_dir: holds the checkpoints; None keeps none.
+      served_version: version of the variables that actors may hold, of a
+        learner that died after its last checkpoint: ours come after it.
+    """
     self._config = config
+    self._sampler = sampler
+    self._publisher = publisher
+    self._served_version = served_version
     self._logger = logger
     self._watchdog = watchdog
     self._milestones = milestones
     self._compiles = compile_counter
-    drops = builder.make_drop_counter()
+    self._drops = builder.make_drop_counter()
     self._feed = builder.make_feed(
       config,
       agent,
       parts,
       sampler=sampler,
-      drops=drops,
+      drops=self._drops,
       learner_version=lambda: self.learner.policy_version,
       on_item=watchdog.progress,
     )
@@ -61,7 +81,7 @@ class LearnerSession:
       config,
       parts,
       batches=self._feed,
-      drops=drops,
+      drops=self._drops,
       publisher=publisher,
       on_report=self._report,
     )
@@ -69,9 +89,16 @@ class LearnerSession:
       None if run_dir is None else _Checkpoints(config, run_dir, self.learner)
     )
 
+  @property
+  def is_complete(self) -> bool:
+    """Whether `max_learner_steps` are done."""
+    return self.learner.learner_step >= self._config.learner.max_learner_steps
+
   def run(self) -> None:
     """Restores, publishes the first variables, learns to the last step."""
     self._restore()
+    learner = self.learner
+    learner.policy_version = max(learner.policy_version, self._served_version)
     if not self.learner.publish(wait_s=_PUBLISH_DEADLINE_S):
       raise errors.DeadlineExceededError(
         'learner waited for the replay server to confirm its first variables '
@@ -85,6 +112,10 @@ class LearnerSession:
       self.learner.run(1)
       self._milestones.mark('learnt its first batch')
       self.learner.run(last - self.learner.learner_step)
+    if self.is_complete:
+      # Whatever the period, the last evaluation is of the last params.
+      self._publisher.wait(_LAST_PUBLISH_DEADLINE_S)
+      self.learner.publish(wait_s=_LAST_PUBLISH_DEADLINE_S)
 
   def stop(self) -> None:
     """Makes `run` return soon; safe from any thread."""
@@ -93,6 +124,16 @@ class LearnerSession:
   def close(self) -> None:
     """Stops the feed and writes the last checkpoint."""
     self._feed.close()
+    self._drops.set_unread('poison', self._sampler.poison_items)
+    # What was dropped since the last report, at the shutdown for one.
+    self._logger.write(
+      {
+        **self.learner.report.drops(),
+        'learner_step': float(self.learner.learner_step),
+        'policy_version': float(self.learner.policy_version),
+      },
+      self.learner.learner_step,
+    )
     if self._checkpoints is not None:
       self._checkpoints.close()
 
@@ -104,6 +145,7 @@ class LearnerSession:
 
   def _report(self, metrics: Mapping[str, Any], learner_step: int) -> None:
     self._watchdog.progress()
+    self._drops.set_unread('poison', self._sampler.poison_items)
     checkpoint_s = 0.0
     if self._checkpoints is not None:
       self._checkpoints.save_if_due()
@@ -114,6 +156,7 @@ class LearnerSession:
         'recompiles_total': self._compiles.recompiles,
         'compile_s': self._compiles.compile_s,
         'checkpoint_s': checkpoint_s,
+        'publish_s': self._publisher.publish_s,
       },
       learner_step,
     )
