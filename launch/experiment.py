@@ -219,6 +219,7 @@ class Experiment:
       )
       reader = reader_lib.Reader(self.run_dir, from_end=self.resumed)
       outcome = supervisor_lib.Outcome(True, 'an error in launch.local')
+      troubles: list[str] = []
       try:
         supervisor.start()
         outcome = self._watch(supervisor, reader, state, console)
@@ -226,7 +227,7 @@ class Experiment:
         if outcome.detail:
           console.say(outcome.detail)
       finally:
-        supervisor.stop(_STOP_DEADLINE_S)
+        troubles = supervisor.stop(_STOP_DEADLINE_S)
       state.update(reader.poll())
     solved = _solved(state, evaluation.solved_return)
     summary = summary_lib.make(
@@ -238,8 +239,12 @@ class Experiment:
     )
     self._report(summary)
     if outcome.failed:
-      print(f'error: {outcome.reason}', file=sys.stderr)
-    return 1 if outcome.failed or solved is False else 0
+      troubles = [outcome.reason, *troubles]
+    for trouble in troubles:
+      print(f'error: {trouble}', file=sys.stderr)
+    if outcome.user_error:
+      return 2
+    return 1 if troubles or solved is False else 0
 
   def _watch(self, supervisor, reader, state, console):
     """Supervises until there is an outcome."""

@@ -10,6 +10,7 @@ from absl import flags
 from launch import app
 from launch import shutdown
 from launch import topology
+from tunix_reverb import errors
 
 
 def run_learner(context: app.RoleContext) -> int:
@@ -72,11 +73,13 @@ def run_learner(context: app.RoleContext) -> int:
       session.run()
   finally:
     began_s = time.monotonic()
-    session.close()
+    unsaved = session.close()
     publisher.close(timeout_s=1.0)
     sink.close()
     sampler.close()
     print(f'learner: closed in {time.monotonic() - began_s:.1f} s', flush=True)
+  if unsaved:
+    raise errors.CheckpointError(unsaved)
   return 0 if session.is_complete else shutdown.stopped_status()
 
 

@@ -70,12 +70,14 @@ class Outcome:
     reason: one line for the user.
     detail: more lines, such as the end of a log; may be empty.
     completed: whether all the work is done.
+    user_error: whether a role told a user's mistake.
   """
 
   failed: bool
   reason: str
   detail: str = ''
   completed: bool = False
+  user_error: bool = False
 
 
 class _Process:
@@ -127,6 +129,7 @@ class Supervisor:
     self._back_off = back_off
     self._environ = {**os.environ, **(environ or {})}
     self.outcome: Outcome | None = None
+    self._troubles: list[str] = []
 
   def start(self) -> None:
     """Starts every process."""
@@ -175,7 +178,8 @@ class Supervisor:
       deadline_s: seconds until what is left is killed.
 
     Returns:
-      Names of the processes that had to be killed.
+      A line for each process that did not end as it should: it had to be
+      killed, or failed to save what it holds.
     """
     start_s = time.monotonic()
     for process in self._processes:
@@ -188,13 +192,15 @@ class Supervisor:
     self._wait(self._processes, start_s + deadline_s)
     killed = [p for p in self._processes if p.running]
     for process in killed:
-      self._say(
+      self._troubles.append(
         f'{process.spec.name} (pid {process.popen.pid}) did not end within '
         f'{deadline_s:g} s and was killed'
       )
       _kill_group(process.popen.pid)
     self._wait(killed, time.monotonic() + 1.0)
-    return [process.spec.name for process in killed]
+    for trouble in self._troubles:
+      self._say(trouble)
+    return self._troubles
 
   def _spawn(self, process: _Process) -> None:
     spec = process.spec
@@ -231,7 +237,7 @@ class Supervisor:
       self._end(Outcome(False, f'{spec.name} was told to stop by a signal'))
     elif not spec.restart or status == _USER_ERROR_STATUS:
       reason = f'{spec.name} ended ({describe_status(status)})'
-      self._fail(process, reason + self._user_error(spec.name, status))
+      self._fail(process, reason + self._told(spec.name), status)
     else:
       self._schedule_restart(process, status, now)
 
@@ -246,6 +252,7 @@ class Supervisor:
         process,
         f'{name} died {process.deaths_in_a_row} times in a row without '
         f'progress (last: {describe_status(status)}); giving up',
+        status,
       )
       return
     process.delay_s = (
@@ -259,22 +266,37 @@ class Supervisor:
       f'{process.delay_s:g} s'
     )
 
-  def _fail(self, process: _Process, reason: str) -> None:
+  def _fail(self, process: _Process, reason: str, status: int) -> None:
     path = self._log_dir / f'{process.spec.name}.log'
-    self._end(Outcome(True, reason, f'The end of {path}:\n{_tail(path)}'))
+    self._end(
+      Outcome(
+        True,
+        reason,
+        f'The end of {path}:\n{_tail(path)}',
+        user_error=status == _USER_ERROR_STATUS,
+      )
+    )
 
-  def _user_error(self, name: str, status: int) -> str:
-    """The one line in which a role told its user's mistake, if it did."""
+  def _told(self, name: str) -> str:
+    """The one line in which a role told why it ended, if it did."""
     lines = [
       line.strip()
       for line in _tail(self._log_dir / f'{name}.log').splitlines()
-      if status == _USER_ERROR_STATUS and line.strip().startswith('error: ')
+      if line.strip().startswith('error: ')
     ]
     return ': ' + lines[-1].removeprefix('error: ') if lines else ''
 
   def _end(self, outcome: Outcome) -> None:
     if self.outcome is None:  # The first cause is the one to report.
       self.outcome = outcome
+
+  def _note_end(self, process: _Process) -> None:
+    """Notes how a process ended that was told to stop."""
+    spec, status = process.spec, process.popen.returncode
+    if status > 0 and status != shutdown.STOPPED_STATUS and not spec.restart:
+      self._troubles.append(
+        f'{spec.name} ended ({describe_status(status)}){self._told(spec.name)}'
+      )
 
   def _terminate(self, processes: Sequence[_Process]) -> None:
     for process in processes:
@@ -285,6 +307,7 @@ class Supervisor:
     while True:
       for process in processes:
         if process.running and self._reap(process):
+          self._note_end(process)
           process.popen = None
       remaining_s = until_s - time.monotonic()
       if remaining_s <= 0 or not any(p.running for p in processes):

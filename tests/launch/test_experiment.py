@@ -401,7 +401,7 @@ _FULL_DISK = """
 import pathlib, resource, signal, sys
 from launch import experiment
 from tunix_reverb import errors
-from tunix_reverb.agents.vtrace import config as config_lib
+from tunix_reverb.agents.vtrace import flat
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
 try:

@@ -121,8 +121,12 @@ class LearnerSession:
     """Makes `run` return soon; safe from any thread."""
     self.learner.stop()
 
-  def close(self) -> None:
-    """Stops the feed and writes the last checkpoint."""
+  def close(self) -> str:
+    """Stops the feed and writes the last checkpoint.
+
+    Returns:
+      Why the last checkpoint could not be written; '' if it was.
+    """
     self._feed.close()
     self._drops.set_unread('poison', self._sampler.poison_items)
     # What was dropped since the last report, at the shutdown for one.
@@ -134,8 +138,7 @@ class LearnerSession:
       },
       self.learner.learner_step,
     )
-    if self._checkpoints is not None:
-      self._checkpoints.close()
+    return '' if self._checkpoints is None else self._checkpoints.close()
 
   def _restore(self) -> None:
     if self._checkpoints is not None and self._checkpoints.restore():
@@ -181,7 +184,7 @@ class _Checkpoints:
       builder.checkpoint_dir(run_dir),
       max_to_keep=config.learner.learner_checkpoints_to_keep,
     )
-    self._step = 0
+    self._step: int | None = 0  # Of the last save; None if it failed.
     self._at_s = time.monotonic()
     self.blocked_s = 0.0
 
@@ -201,27 +204,37 @@ class _Checkpoints:
     """Saves once per period."""
     period_s = self._config.learner.learner_checkpoint_period_s
     if period_s and time.monotonic() - self._at_s >= period_s:
-      self._save()
+      error = self._save()
+      if error:  # Training goes on; the next one tries anew.
+        print(f'warning: {error}', flush=True)
 
-  def close(self) -> None:
-    """Saves what the last checkpoint lacks; waits until it is on disk."""
-    try:
-      self._wait()
-      if self._learner.learner_step != self._step:
-        self._save()
-        self._wait()
-      print(f'learner: saved learner step {self._step}', flush=True)
-    finally:
+  def close(self) -> str:
+    """Saves what the last checkpoint lacks; waits until it is on disk.
+
+    Returns:
+      Why it could not be saved; '' if it was.
+    """
+    until_s = time.monotonic() + _CHECKPOINT_DEADLINE_S
+    error = self._wait(until_s)
+    if error or self._learner.learner_step != self._step:
+      error = self._save() or self._wait(until_s)
+    if not error:
       self._checkpointer.close(timeout_s=1.0)
+      step = self._learner.learner_step
+      print(f'learner: saved learner step {step}', flush=True)
+    return error
 
-  def _wait(self) -> None:
+  def _wait(self, until_s: float) -> str:
+    """Waits for the save under way; returns why it failed, or ''."""
     try:
-      self._checkpointer.wait(_CHECKPOINT_DEADLINE_S)
-    except errors.CheckpointError as e:  # The one before it is still there.
-      print(f'warning: {e}', flush=True)
+      self._checkpointer.wait(max(0.0, until_s - time.monotonic()))
+    except (errors.CheckpointError, errors.DeadlineExceededError) as e:
+      self._step = None
+      return str(e)
+    return ''
 
-  def _save(self) -> None:
-    """Starts a checkpoint; a full disk is told, and training goes on."""
+  def _save(self) -> str:
+    """Starts a checkpoint; returns why that failed, or ''."""
     self._at_s = time.monotonic()
     learner = self._learner
     try:
@@ -235,8 +248,10 @@ class _Checkpoints:
         },
       )
     except errors.CheckpointError as e:
-      print(f'warning: {e}', flush=True)
-      started = False
+      self._step = None
+      return str(e)
+    finally:
+      self.blocked_s = time.monotonic() - self._at_s
     if started:
       self._step = learner.learner_step
-    self.blocked_s = time.monotonic() - self._at_s
+    return ''
