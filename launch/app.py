@@ -88,7 +88,7 @@ def run(
 def _run(main, role, make_role_name, single_threaded_xla, stop_deadline_s):
   flags.define_config_flags()
   flags.define_role_flags()
-  if flags.print_help_if_asked(sys.argv, _doc(role)):
+  if flags.print_help_if_asked(sys.argv, binary_doc(role)):
     return 0
   flags.parse(sys.argv)
   if flags.FLAGS.supervised:
@@ -162,6 +162,7 @@ def keep_jax_in_the_callers_thread() -> None:
   jax.config.update('jax_cpu_enable_async_dispatch', False)
 
 
-def _doc(role: str) -> str:
+def binary_doc(role: str) -> str:
+  """What `--help` says first: how to start it, and its module's docstring."""
   module_doc = sys.modules['__main__'].__doc__
   return f'python -m launch.{role}\n\n{module_doc or ""}'

@@ -1,6 +1,6 @@
 """Checks an environment with random actions and prints what would be stored.
 
-  python -m launch.check_environment --environment=gym:CartPole-v1
+  --environment=gym:CartPole-v1 --num_steps=1000
 
 Exit status: 0 if the environment keeps its contract, 1 with a line for each
 violation, 2 for a mistake in the flags.
@@ -12,22 +12,23 @@ from collections.abc import Sequence
 import os
 import sys
 
-from absl import app
-from absl import flags
+from absl import flags as absl_flags
 from absl import logging
 
+from launch import app
+from launch import flags
 from tunix_reverb import errors
 
-_ENVIRONMENT = flags.DEFINE_string(
+_ENVIRONMENT = absl_flags.DEFINE_string(
   'environment',
   'catch',
   'catch, bsuite:<id>, gym:<id>, atari:<game>, dm_control:<domain>/<task>, '
   'envpool:<id>, or module:factory.',
 )
-_NUM_STEPS = flags.DEFINE_integer(
+_NUM_STEPS = absl_flags.DEFINE_integer(
   'num_steps', 1000, 'Random actions to take.', lower_bound=1
 )
-_SEED = flags.DEFINE_integer(
+_SEED = absl_flags.DEFINE_integer(
   'seed', 0, 'Seed of the environment and of the actions.', lower_bound=0
 )
 
@@ -69,31 +70,11 @@ def _print(title: str, lines: Sequence[str]) -> None:
     print(f'  {line}')
 
 
-def _parse_flags(argv: Sequence[str]) -> list[str]:
-  """Like absl's own parsing, but a bad flag is one line and status 2."""
-  try:
-    return flags.FLAGS(argv)
-  except flags.Error as e:
-    print(f'error: {e}', file=sys.stderr)
-    sys.exit(2)
-
-
-def main(argv: Sequence[str]) -> None:
-  """Entry point for `app.run`."""
-  try:
-    if len(argv) > 1:
-      raise errors.UserError(
-        f'arguments ({" ".join(argv[1:])}) must be flags: --name=value'
-      )
-    status = _run()
-  except errors.UserError as e:
-    print(f'error: {e}', file=sys.stderr)
-    status = 2
-  sys.exit(status)
-
-
-def run() -> None:
-  """Console entry point."""
+def main() -> None:
+  """Entry point."""
+  doc = app.binary_doc('check_environment')
+  if flags.print_help_if_asked(sys.argv, doc, with_config=False):
+    return
   # Nothing is rendered here; without this, importing dm_control looks for a
   # display.
   os.environ.setdefault('MUJOCO_GL', 'disabled')
@@ -101,8 +82,14 @@ def run() -> None:
   sys.path.insert(0, os.getcwd())
   # INFO lines of the environments' libraries would bury the answer.
   logging.set_verbosity(logging.WARNING)
-  app.run(main, flags_parser=_parse_flags)
+  try:
+    flags.parse(sys.argv)
+    status = _run()
+  except errors.UserError as e:
+    print(f'error: {e}', file=sys.stderr)
+    status = 2
+  sys.exit(status)
 
 
 if __name__ == '__main__':
-  run()
+  main()

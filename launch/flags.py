@@ -147,9 +147,9 @@ def format_flag(name: str, value: Any) -> str:
   return f'--{name}={value}'
 
 
-def help_text(doc: str) -> str:
+def help_text(doc: str, *, with_config: bool = True) -> str:
   """What `--help` prints: `doc`, the role's own flags, then the config's."""
-  fields = flat.scalar_fields()
+  fields = flat.scalar_fields() if with_config else {}
   own = [
     (flag.name, flag.help, flag.default)
     for module, module_flags in sorted(FLAGS.flags_by_module_dict().items())
@@ -169,11 +169,19 @@ def help_text(doc: str) -> str:
   return '\n'.join(lines)
 
 
-def print_help_if_asked(argv: Sequence[str], doc: str) -> bool:
-  """Prints the help if `argv` asks for it; returns whether it did."""
+def print_help_if_asked(
+  argv: Sequence[str], doc: str, *, with_config: bool = True
+) -> bool:
+  """Prints the help if `argv` asks for it; returns whether it did.
+
+  Args:
+    argv: of the process.
+    doc: what the binary does.
+    with_config: whether it takes the config's flags.
+  """
   if not {'--help', '-h', '-help', '--helpfull'} & set(argv[1:]):
     return False
-  print(help_text(doc))
+  print(help_text(doc, with_config=with_config))
   sys.stdout.flush()
   return True
 

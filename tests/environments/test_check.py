@@ -124,9 +124,9 @@ def test_the_binary_lists_violations_of_a_users_own(subprocess_env, tmp_path):
   ('flag', 'text'),
   [
     ('--environment=cath', 'did you mean catch'),
-    ('--num_step=3', "Unknown command line flag 'num_step'"),
+    ('--num_step=3', 'did you mean --num_steps'),
     ('--num_steps=0', 'num_steps'),
-    ('stray', 'must be flags'),
+    ('stray', 'unexpected argument'),
   ],
 )
 def test_the_binary_tells_mistakes_in_one_line(

@@ -1,0 +1,69 @@
+"""--help of every binary is quick, and lists exactly these flags of its own."""
+
+import pathlib
+import re
+import time
+
+import pytest
+
+import launch
+from tunix_reverb.agents.vtrace import flat
+
+pytestmark = pytest.mark.integration
+
+_ROLE = {'config', 'run_dir', 'replay_servers', 'supervised'}
+# A flag that is added, renamed or removed is a change that users see.
+_OWN_FLAGS = {
+  'actor': _ROLE | {'actor_id'},
+  'check_environment': {'environment', 'num_steps', 'seed'},
+  'evaluator': _ROLE | {'checkpoint'},
+  'learner': _ROLE,
+  'local': _ROLE | {'resume'},
+  'replay_server': _ROLE | {'server_index', 'port', 'replay_restore'},
+}
+
+
+def test_every_binary_is_listed():
+  binaries = {
+    path.stem
+    for path in pathlib.Path(launch.__path__[0]).glob('*.py')
+    if "__name__ == '__main__'" in path.read_text(encoding='utf-8')
+  }
+  assert binaries == _OWN_FLAGS.keys()
+
+
+@pytest.mark.parametrize('name', _OWN_FLAGS)
+def test_help_is_quick_and_complete(start, name):
+  start_s = time.monotonic()
+  process = start(name, '--help')
+  assert process.wait(20) == 0, process.err
+  assert time.monotonic() - start_s < 2.0
+  assert process.err == ''
+  assert process.out.startswith(f'python -m launch.{name}\n')
+  listed = re.findall(r'^  --(\w+)$', process.out, re.MULTILINE)
+  config = [] if name == 'check_environment' else list(flat.scalar_fields())
+  assert sorted(listed) == sorted([*_OWN_FLAGS[name], *config])
+
+
+@pytest.mark.parametrize('name', _OWN_FLAGS)
+def test_a_bad_flag_is_one_quick_line(refused, name):
+  start_s = time.monotonic()
+  line = refused(name, '--sed=1')
+  assert time.monotonic() - start_s < 2.0
+  assert line == 'error: unknown flag --sed; did you mean --seed?'
+
+
+@pytest.mark.parametrize(
+  ('flag', 'words'),
+  [
+    ('--num_actors=two', 'must be of type int'),
+    ('--num_actors=0', 'num_actors (0) must be > 0'),
+    ('--replay_mode=stack', 'queue'),
+    ('--config=absent.json', 'must be a readable file'),
+    ('positional', 'unexpected argument'),
+  ],
+)
+def test_a_bad_value_is_one_quick_line(refused, flag, words):
+  start_s = time.monotonic()
+  assert words in refused('local', flag)
+  assert time.monotonic() - start_s < 2.0
