@@ -17,6 +17,7 @@ from absl import logging
 
 from launch import flags
 from launch import shutdown
+from launch import streams
 from tunix_reverb import errors
 from tunix_reverb.agents.vtrace import config as config_lib
 from tunix_reverb.telemetry import logger as logger_lib
@@ -70,6 +71,7 @@ def run(
     single_threaded_xla: keeps XLA on one CPU core.
     stop_deadline_s: seconds from a stop signal to the end, at most.
   """
+  streams.install()
   status = 1
   try:
     status = _run(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import dataclasses
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import time
@@ -284,7 +285,11 @@ class Supervisor:
       for line in _tail(self._log_dir / f'{name}.log').splitlines()
       if line.strip().startswith('error: ')
     ]
-    return ': ' + lines[-1].removeprefix('error: ') if lines else ''
+    if lines:
+      return ': ' + lines[-1].removeprefix('error: ')
+    if shutil.disk_usage(self._log_dir).free < _LOG_TAIL_BYTES:
+      return f': no space is left on the device of {self._log_dir}'
+    return ''
 
   def _end(self, outcome: Outcome) -> None:
     if self.outcome is None:  # The first cause is the one to report.
