@@ -238,6 +238,8 @@ class Experiment:
       restarts=supervisor.restarts(),
     )
     self._report(summary)
+    if outcome.user_error:
+      troubles = []  # The same mistake in the words of other roles.
     if outcome.failed:
       troubles = [outcome.reason, *troubles]
     for trouble in troubles:

@@ -103,11 +103,11 @@ def wait_gone(processes, timeout_s: float = 10.0) -> None:
 
 
 def damage(directory: pathlib.Path) -> None:
-  """Flips a byte in the largest file below `directory`."""
+  """Changes a byte in the largest file below `directory`; more so each time."""
   path = max(
     (p for p in directory.rglob('*') if p.is_file()),
     key=lambda p: p.stat().st_size,
   )
   data = bytearray(path.read_bytes())
-  data[len(data) // 2] ^= 0xFF
+  data[len(data) // 2] = (data[len(data) // 2] + 1) % 256
   path.write_bytes(data)

@@ -7,6 +7,7 @@ import signal
 import binaries
 import pytest
 
+from tunix_reverb.agents.vtrace import config as config_lib
 from tunix_reverb.telemetry import reader
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
@@ -45,7 +46,8 @@ def test_a_server_its_clients_and_their_checkpoints(
   line = refused('actor', servers, '--environment=gym:CartPole-v1')
   assert 'observation: ' in line and str(port) in line
   line = refused('learner', servers, '--max_table_items=5')
-  assert 'max_table_items: this run has 5, the server has 16' in line
+  served = config_lib.ReplayConfig().max_table_items
+  assert f'max_table_items: this run has 5, the server has {served}' in line
 
   assert learner.stop(signal.SIGTERM) == 0, learner.err
   (step,) = re.findall(r'learner: saved learner step (\d+)', learner.out)
@@ -62,6 +64,7 @@ def test_a_server_its_clients_and_their_checkpoints(
   server = start(*server_flags)
   binaries.wait_until(lambda: 'restored' in server.out, server)
   assert f'restored {older}' in server.out
+  assert f'fell back to replay checkpoint {older}' in server.err
   binaries.wait_until(
     lambda: binaries.last(run_dir, 'replay_server_0', 'table_items') == items,
     server,

@@ -176,11 +176,14 @@ class ReplayServer:
       try:
         server = self._serve_checkpoint(store, path)
       except checkpoints.DamagedCheckpointError as e:
-        logging.warning(
-          'replay checkpoint skipped, trying the one before: %s', e
-        )
         problems.append(str(e))
         continue
+      if problems:
+        logging.warning(
+          'fell back to replay checkpoint %s; not loadable: %s',
+          path,
+          '; '.join(problems),
+        )
       self.restored_from = path
       logging.info('replay checkpoint restored: %s', path)
       return server
