@@ -216,7 +216,7 @@ def test_replay_mode_over_two_servers_with_slow_environments(start, tmp_path):
     '--samples_per_insert_tolerance=0.1',
     '--min_table_items=8',
     '--max_table_items=100',
-    '--item_bytes=4000',
+    '--item_age_s=0.01',
     '--batch_positions=400',
     '--max_learner_steps=150',
     '--evaluation_period_s=0',

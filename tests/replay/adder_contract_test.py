@@ -5,6 +5,7 @@ import tree
 
 from tunix_reverb import core
 from tunix_reverb.replay import adder as adder_lib
+from tunix_reverb.replay import adder_test_utils
 from tunix_reverb.replay import test_utils
 
 
@@ -35,7 +36,7 @@ def _adder(writer, trajectory_length, num_environments, item_bytes):
   )
 
 
-class TestEnvironmentAdder(test_utils.AdderContract):
+class TestEnvironmentAdder(adder_test_utils.AdderContract):
   def make_adder(self, trajectory_length):
     self._writer = _ListWriter()
     return adder_lib.EnvironmentAdder(
@@ -48,7 +49,7 @@ class TestEnvironmentAdder(test_utils.AdderContract):
     return self._writer.items
 
 
-class TestTrajectoryAdder(test_utils.VectorAdderContract):
+class TestTrajectoryAdder(adder_test_utils.VectorAdderContract):
   item_bytes = 10_000
 
   def make_adder(self, trajectory_length, num_environments):

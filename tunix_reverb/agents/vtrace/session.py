@@ -68,15 +68,7 @@ class LearnerSession:
     self._milestones = milestones
     self._compiles = compile_counter
     self._drops = builder.make_drop_counter()
-    self._feed = builder.make_feed(
-      config,
-      agent,
-      parts,
-      sampler=sampler,
-      drops=self._drops,
-      learner_version=lambda: self.learner.policy_version,
-      on_item=watchdog.progress,
-    )
+    self._feed = self._make_feed(agent, parts)
     self.learner = builder.make_learner(
       config,
       parts,
@@ -87,6 +79,17 @@ class LearnerSession:
     )
     self._checkpoints = (
       None if run_dir is None else _Checkpoints(config, run_dir, self.learner)
+    )
+
+  def _make_feed(self, agent: Any, parts: builder.LearnerParts) -> Any:
+    return builder.make_feed(
+      self._config,
+      agent,
+      parts,
+      sampler=self._sampler,
+      drops=self._drops,
+      learner_version=lambda: self.learner.policy_version,
+      on_item=self._watchdog.progress,
     )
 
   @property
