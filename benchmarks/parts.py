@@ -21,20 +21,22 @@ flags.DEFINE_enum('part', None, ['env', 'act', 'learn'], 'What to measure.')
 flags.DEFINE_float('seconds', 2.0, 'CPU time to measure for, seconds.')
 
 
-def _transitions_per_cpu_s(call, transitions: int, seconds: float) -> float:
-  """Transitions per CPU-second of `call`, which makes `transitions`."""
+def _transitions_per_cpu_s(call, seconds: float) -> float:
+  """Transitions per CPU-second of `call`, which returns how many it made."""
   for _ in range(20):
     call()
-  calls, start_s = 0, time.process_time()
+  transitions, start_s = 0.0, time.process_time()
   while (elapsed_s := time.process_time() - start_s) < seconds:
     for _ in range(10):
-      call()
-    calls += 10
-  return calls * transitions / elapsed_s
+      transitions += call()
+  return transitions / elapsed_s
 
 
 def _raw_env_call(name: str, num: int):
-  """A call that steps `num` raw environments once, resets included."""
+  """A call that steps `num` raw environments once, resets included.
+
+  It returns how many transitions that made: a step that only resets is none.
+  """
   import numpy as np
 
   rng = np.random.default_rng(0)
@@ -46,7 +48,12 @@ def _raw_env_call(name: str, num: int):
     pool.reset()
     actions = rng.integers(0, pool.action_space.n, (64, num)).astype(np.int32)
     turn = iter(range(10**12))
-    return lambda: pool.step(actions[next(turn) % 64])
+
+    def step_envpool():
+      info = pool.step(actions[next(turn) % 64])[-1]
+      return np.count_nonzero(info['elapsed_step'])
+
+    return step_envpool
   if scheme == 'gym':
     import gymnasium
 
@@ -59,6 +66,7 @@ def _raw_env_call(name: str, num: int):
         _, _, terminated, truncated, _ = env.step(action)
         if terminated or truncated:
           env.reset()
+      return num
 
     return step_gym
   if scheme == 'bsuite':
@@ -75,7 +83,11 @@ def _raw_env_call(name: str, num: int):
   def step_dm_env():
     for action in actions:
       env.step(action)
+    return num * share
 
+  # A step after LAST resets and is no transition.
+  steps = [env.step(actions[i % num]).first() for i in range(1000)]
+  share = 1.0 - np.mean(steps)
   return step_dm_env
 
 
@@ -94,11 +106,16 @@ def _act_call(config, agent, params):
     lambda s: np.zeros((num, *s.shape), s.dtype), agent.environment.observation
   )
   ids, first = np.arange(num, dtype=np.int32), np.zeros(num, np.bool_)
-  return lambda: policy.act(ids, observation, first)
+
+  def act():
+    policy.act(ids, observation, first)
+    return num
+
+  return act
 
 
 def _learn_call(config, agent, parts):
-  """An update on one full batch; returns (call, transitions of the batch)."""
+  """An update on one full batch."""
   import jax
   import numpy as np
 
@@ -120,8 +137,9 @@ def _learn_call(config, agent, parts):
   def update():
     state[0], metrics = parts.updates[bucket.length](state[0], batch)
     jax.block_until_ready(metrics)
+    return transitions
 
-  return update, transitions
+  return update
 
 
 def measure(context: app.RoleContext) -> int:
@@ -129,17 +147,18 @@ def measure(context: app.RoleContext) -> int:
   from tunix_reverb.agents.vtrace import builder
 
   config, part = context.config, flags.FLAGS.part
-  transitions = config.actor.environments_per_actor
   if part == 'env':
-    call = _raw_env_call(config.environment, transitions)
+    call = _raw_env_call(
+      config.environment, config.actor.environments_per_actor
+    )
   else:
     agent = builder.make_agent_spec(config)
     parts = builder.make_learner_parts(config, agent)
     if part == 'act':
       call = _act_call(config, agent, parts.state.params)
     else:
-      call, transitions = _learn_call(config, agent, parts)
-  rate = _transitions_per_cpu_s(call, transitions, flags.FLAGS.seconds)
+      call = _learn_call(config, agent, parts)
+  rate = _transitions_per_cpu_s(call, flags.FLAGS.seconds)
   print(json.dumps({'part': part, 'transitions_per_cpu_s': rate}))
   context.watchdog.close()
   return 0

@@ -62,7 +62,7 @@ def main(num_episodes: int = 5) -> list[types.Trajectories]:
         trajectory_length=config.actor.trajectory_length,
         writer=writer,
         actor_id=0,
-        item_bytes=1,  # Each trajectory is an item of its own.
+        item_transitions=1,  # Each trajectory is an item of its own.
         item_age_s=config.actor.item_age_s,
       )
     )

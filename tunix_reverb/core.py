@@ -205,9 +205,9 @@ class VectorEnvironment(abc.ABC):
     next `recv`: copy what must outlive it.
 
     Returns:
-      (environment_ids int32 [K], ascending, TimeStep with step_type int32 [K],
-      reward f32 [K], discount f32 [K], observation nest of [K, ...]), or None
-      when no environment answered within `timeout_s` seconds.
+      (environment_ids int32 [K], ascending, TimeStep with step_type int32
+      [K], reward f32 [K], discount f32 [K], observation nest of [K, ...]), or
+      None when no environment answered within `timeout_s` seconds.
     """
 
   @abc.abstractmethod

@@ -102,6 +102,22 @@ def trajectories_spec(
   )
 
 
+def bytes_per_transition(columns: types.Trajectories) -> float:
+  """Bytes that one transition takes in an item, headers left out."""
+  per_trajectory = ('lengths', 'created_at_s', 'actor_id', 'episode_id')
+  per_trajectory += ('truncated', 'core_state')
+  leaves = tree.flatten(
+    [
+      getattr(columns, name)
+      for name in columns._fields
+      if name not in per_trajectory
+    ]
+  )
+  return float(
+    sum(spec.dtype.itemsize * np.prod(spec.shape[1:]) for spec in leaves)
+  )
+
+
 class ColumnSpec:
   """Shape (None is any size) and dtype of one column; a leaf for `tree`."""
 

@@ -153,7 +153,7 @@ class _Setup:
       trajectory_length=_LENGTH,
       writer=self.writer,
       actor_id=3,
-      item_bytes=400,
+      item_transitions=16,
       item_age_s=1e9,
     )
     self.variables = _Versions(self.network, every)

@@ -166,3 +166,11 @@ def _fill(path):
   with path.open('wb', buffering=0) as file, contextlib.suppress(OSError):
     while True:
       file.write(bytes(4096))
+
+
+@pytest.mark.parametrize(('flags', 'status'), [((), 0), (('--supervised',), 4)])
+def test_a_learner_told_to_stop_while_it_starts(start, flags, status):
+  """Status 0, but for a supervisor, to which 0 says that all is learnt."""
+  learner = start('learner', '--replay_servers=localhost:1', *flags)
+  binaries.wait_until(lambda: 'compiled 1 buckets' in learner.out, learner)
+  assert learner.stop() == status, learner.err

@@ -24,14 +24,14 @@ class _ListWriter(core.ItemWriter):
     return True
 
 
-def _adder(writer, trajectory_length, num_environments, item_bytes):
+def _adder(writer, trajectory_length, num_environments, item_transitions):
   return adder_lib.TrajectoryAdder(
     columns=test_utils.columns(),
     num_environments=num_environments,
     trajectory_length=trajectory_length,
     writer=writer,
     actor_id=0,
-    item_bytes=item_bytes,
+    item_transitions=item_transitions,
     item_age_s=1e9,
   )
 
@@ -50,12 +50,12 @@ class TestEnvironmentAdder(adder_test_utils.AdderContract):
 
 
 class TestTrajectoryAdder(adder_test_utils.VectorAdderContract):
-  item_bytes = 10_000
+  item_transitions = 10_000
 
   def make_adder(self, trajectory_length, num_environments):
     self._writer = _ListWriter()
     return _adder(
-      self._writer, trajectory_length, num_environments, self.item_bytes
+      self._writer, trajectory_length, num_environments, self.item_transitions
     )
 
   def written(self):
@@ -63,4 +63,4 @@ class TestTrajectoryAdder(adder_test_utils.VectorAdderContract):
 
 
 class TestTrajectoryAdderOfSingleTrajectories(TestTrajectoryAdder):
-  item_bytes = 1
+  item_transitions = 1

@@ -50,7 +50,7 @@ class _Clock:
 
 
 def _adder(
-  *, length=3, num=1, item_bytes=1, core_state=(), writer=None, **kwargs
+  *, length=3, num=1, item_transitions=1, core_state=(), writer=None, **kwargs
 ):
   writer = writer or _ListWriter()
   adder = adder_lib.TrajectoryAdder(
@@ -59,7 +59,7 @@ def _adder(
     trajectory_length=length,
     writer=writer,
     actor_id=7,
-    item_bytes=item_bytes,
+    item_transitions=item_transitions,
     item_age_s=kwargs.pop('item_age_s', 1e9),
     **kwargs,
   )
@@ -189,7 +189,7 @@ def test_environments_do_not_mix():
 
 def test_environments_that_end_together_share_items_up_to_their_size():
   writer = _ListWriter()
-  adder, _ = _adder(num=4, length=8, item_bytes=6 * 22, writer=writer)
+  adder, _ = _adder(num=4, length=8, item_transitions=6, writer=writer)
   ids = np.arange(4, dtype=np.int32)
   _first(adder, ids, np.zeros(4, np.float32))
   for step in range(2):
@@ -206,14 +206,14 @@ def test_environments_that_end_together_share_items_up_to_their_size():
       ),
     )
   adder.flush()
-  # 22 bytes a transition: 3 trajectories of 2 fit into 6 * 22 bytes.
+  # Three trajectories of 2 transitions fit into 6.
   assert [i.lengths.tolist() for i in writer.items] == [[2, 2, 2], [2]]
   assert writer.items[1].observation.tolist() == [0, 3, 13]
 
 
 def test_a_group_is_sent_at_its_age():
   clock = _Clock()
-  adder, writer = _adder(item_bytes=10**6, item_age_s=0.5, clock=clock)
+  adder, writer = _adder(item_transitions=10**4, item_age_s=0.5, clock=clock)
   _play(adder, [(1, 0)])
   assert not writer.items
   clock.now_s += 0.6

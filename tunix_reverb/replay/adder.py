@@ -52,7 +52,7 @@ class TrajectoryAdder(core.VectorAdder):
     trajectory_length: int,
     writer: core.ItemWriter,
     actor_id: int,
-    item_bytes: int,
+    item_transitions: int,
     item_age_s: float,
     keep_waiting: Callable[[], bool] = lambda: True,
     clock: Callable[[], float] = time.time,
@@ -65,7 +65,8 @@ class TrajectoryAdder(core.VectorAdder):
       trajectory_length: most transitions T of one trajectory.
       writer: takes the items.
       actor_id: stored with every trajectory.
-      item_bytes: size at which trajectories are sent, bytes.
+      item_transitions: number of transitions at which they are sent; a
+        longer trajectory is an item of its own.
       item_age_s: age at which they are sent whatever their size, seconds.
       keep_waiting: asked each time the writer had no room; when it returns
         False the item is given up.
@@ -77,9 +78,7 @@ class TrajectoryAdder(core.VectorAdder):
     self._item_age_s = item_age_s
     self._keep_waiting = keep_waiting
     self._clock = clock
-    self._max_item_transitions = max(
-      1, int(item_bytes // _bytes_per_transition(columns))
-    )
+    self._max_item_transitions = item_transitions
     # Room for the open trajectories and for an item's worth of ended ones.
     slack = trajectory_length + self._max_item_transitions // num_environments
     self._ring = _Ring(
@@ -108,16 +107,8 @@ class TrajectoryAdder(core.VectorAdder):
     if self._steps_since_sent > self._slack:
       self.flush()
     self._steps_since_sent += 1
-    first = timestep.step_type == _FIRST
-    any_first = _count(first)
-    if any_first:
-      ids = environment_ids[first]
-      self._ring.close(ids)
-      self._ring.episode_id[ids] = self._next_episode + np.arange(ids.size)
-      self._next_episode += ids.size
     size = self._ring.append(
       environment_ids,
-      first,
       (
         action,
         timestep.reward,
@@ -127,20 +118,52 @@ class TrajectoryAdder(core.VectorAdder):
       ),
       timestep.observation,
     )
+    # Most steps neither start nor end a trajectory; a size of 0 would be one
+    # that has just been started.
+    full, count = size == self._full, environment_ids.size
+    if (
+      _count(timestep.step_type == _MID) < count
+      or _count(full)
+      or _count(size) < count
+    ):
+      self._turn(environment_ids, timestep, size, full, core_state, now_s)
+    if self._ended.is_due(self._max_item_transitions, self._item_age_s, now_s):
+      self.flush()
+
+  def _turn(
+    self,
+    environment_ids: np.ndarray,
+    timestep: dm_env.TimeStep,
+    size: np.ndarray,
+    full: np.ndarray,
+    core_state: types.Nest,
+    now_s: float,
+  ) -> None:
+    """Starts and ends trajectories after a step in which some do."""
+    first = timestep.step_type == _FIRST
     last = timestep.step_type == _LAST
-    ended = (size == self._full) | last
-    any_ended = _count(ended)
-    if any_ended:
+    if _count((size == 0) & ~first):
+      lost = environment_ids[(size == 0) & ~first]
+      self._ring.close(lost)
+      raise ValueError(
+        f'environment_ids ({lost.tolist()}) must start with a FIRST timestep: '
+        'pass what reset() returned'
+      )
+    ended = (full | last) & ~first
+    if _count(ended):
       truncated = (last & (timestep.discount > 0))[ended]
       self._ended.add(self._ring, environment_ids[ended], truncated, now_s)
       self._ring.close(environment_ids[last])
     # A trajectory starts at FIRST, or where the one before it was cut.
-    if any_first or any_ended:
-      starts = first | (ended & ~last)
+    starts = first | (ended & ~last)
+    if _count(starts):
+      ids = environment_ids[starts]
       state = [leaf[starts] for leaf in tree.flatten(core_state)]
-      self._ring.start(environment_ids[starts], state, now_s)
-    if self._ended.is_due(self._max_item_transitions, self._item_age_s, now_s):
-      self.flush()
+      self._ring.start(ids, state, now_s)
+    if _count(first):
+      ids = environment_ids[first]
+      self._ring.episode_id[ids] = self._next_episode + np.arange(ids.size)
+      self._next_episode += ids.size
 
   def drop(self, environment_ids: np.ndarray) -> None:
     """Drops the unfinished trajectories of `environment_ids`, i32 [K]."""
@@ -164,6 +187,7 @@ class TrajectoryAdder(core.VectorAdder):
 
 
 _FIRST = np.int32(dm_env.StepType.FIRST)
+_MID = np.int32(dm_env.StepType.MID)
 _LAST = np.int32(dm_env.StepType.LAST)
 _CLOSED = -1
 # Much faster than `.any()` on few elements.
@@ -258,18 +282,13 @@ class _Ring:
   def append(
     self,
     ids: np.ndarray,
-    first: np.ndarray,
     transitions: Sequence[np.ndarray],
     observation: types.Nest,
   ) -> np.ndarray:
-    """Writes a timestep; returns the transitions so far, i64 [K]."""
-    size = self._size[ids]
-    closed = size < 0
-    if _count(closed) != _count(first) or _count(closed & ~first):
-      raise ValueError(
-        f'environment_ids ({ids[closed & ~first].tolist()}) must start with a '
-        'FIRST timestep: pass what reset() returned'
-      )
+    """Writes a timestep; returns the transitions so far, i64 [K].
+
+    A closed trajectory has -1 transitions before its FIRST and 0 after it.
+    """
     at, at_next = self._advance(ids)
     for block, values in zip(self._transitions, transitions):
       block[at] = values
@@ -280,6 +299,7 @@ class _Ring:
     )
     for block, values in zip(self._observation, leaves):
       block[at_next] = values
+    size = self._size[ids]
     size += 1
     self._size[ids] = size
     return size
@@ -410,13 +430,3 @@ class EnvironmentAdder(core.Adder):
 
 def _batched(nest: types.Nest) -> types.Nest:
   return tree.map_structure(lambda x: np.asarray(x)[None], nest)
-
-
-def _bytes_per_transition(columns: types.Trajectories) -> float:
-  leaves = tree.flatten(
-    [columns.observation]
-    + [getattr(columns, name) for name in _TRANSITION_COLUMNS]
-  )
-  return sum(
-    spec.dtype.itemsize * float(np.prod(spec.shape[1:])) for spec in leaves
-  )

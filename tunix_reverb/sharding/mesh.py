@@ -112,6 +112,8 @@ def place_batch(batch: types.Batch, mesh: jax.sharding.Mesh) -> types.Batch:
       f'{" x ".join(BATCH_AXES)} ({shards}); pad it with rows of '
       'segment_ids 0'
     )
+  if mesh.size == 1 and mesh.devices.item().platform == 'cpu':
+    return batch  # It is in the device's memory already.
   return jax.device_put(batch, jax.sharding.NamedSharding(mesh, batch_spec()))
 
 

@@ -140,7 +140,7 @@ def make_actor_loop(
     trajectory_length=config.actor.trajectory_length,
     writer=writer,
     actor_id=actor_id,
-    item_bytes=config.actor.item_bytes,
+    item_transitions=_item_transitions(config, agent.columns),
     item_age_s=config.actor.item_age_s,
     keep_waiting=keep_waiting,
   )
@@ -155,6 +155,14 @@ def make_actor_loop(
     variable_update_period_s=config.actor.variable_update_period_s,
   )
   return loop, adder, environment
+
+
+def _item_transitions(
+  config: config_lib.ExperimentConfig, columns: types.Trajectories
+) -> int:
+  """`item_bytes` in transitions; at most half a batch, to keep data fresh."""
+  wanted = config.actor.item_bytes // specs.bytes_per_transition(columns)
+  return int(max(1, min(wanted, config.batch.batch_positions // 2)))
 
 
 def make_evaluator(

@@ -107,15 +107,16 @@ class ActorConfig:
     'timestep.',
   )
   item_bytes: int = _field(
-    65536,
+    262144,
     'Trajectories of one actor are grouped into an item up to this size, '
-    'bytes. 1 stores each trajectory as an item of its own.',
+    'bytes, or up to half a batch. 1 stores each trajectory as an item of its '
+    'own.',
   )
   item_age_s: float = _field(
     0.1, 'A group of trajectories is sent at this age, seconds.'
   )
   variable_update_period_s: float = _field(
-    0.05, 'How often actors ask for newer variables, seconds.'
+    0.1, 'How often actors ask for newer variables, seconds.'
   )
 
   def __post_init__(self) -> None:
@@ -152,7 +153,7 @@ class ReplayConfig:
     1.0, 'Exponent of the prioritised sampler, no unit.'
   )
   max_table_items: int = _field(
-    16, 'Most items in the table of one server. In queue mode inserts wait.'
+    8, 'Most items in the table of one server. In queue mode inserts wait.'
   )
   min_table_items: int = _field(
     1, 'Items in the table before replay mode hands out samples.'
@@ -224,7 +225,7 @@ class BatchConfig:
     'largest must hold trajectory_length + 1.',
   )
   batch_positions: int = _field(
-    2000,
+    4000,
     'Positions of one global batch: each bucket has about '
     'batch_positions / L rows.',
   )
