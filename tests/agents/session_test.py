@@ -1,5 +1,6 @@
 """A learner run: what it restores, publishes, counts and leaves behind."""
 
+import dataclasses
 import itertools
 import pathlib
 
@@ -107,29 +108,24 @@ def _network():
 
 
 @pytest.fixture(scope='module')
-def parts():
+def compiled():
   """Compiled once."""
-  spec = test_utils.SPEC
   jax.config.update('jax_numpy_dtype_promotion', 'standard')
-  made = builder.make_learner_parts(
+  spec = test_utils.SPEC
+  return builder.make_learner_parts(
     flat.from_flat(_FLAGS),
     builder.AgentSpec(spec, _network(), specs.trajectories_spec(spec)),
   )
-  # The update donates its state: every session starts from a copy.
-  state = jax.device_get(made.state)
 
-  def fresh():
-    import dataclasses
 
-    return dataclasses.replace(
-      made,
-      state=jax.tree_util.tree_map(
-        lambda x, old: jax.device_put(x, old.sharding), state, shardings
-      ),
-    )
-
-  shardings = made.state
-  return fresh
+@pytest.fixture
+def parts(compiled):
+  """Makes parts with a state of their own: the update donates it."""
+  copy = lambda x: jax.device_put(np.array(x), x.sharding)
+  state = jax.tree_util.tree_map(copy, compiled.state)
+  return lambda: dataclasses.replace(
+    compiled, state=jax.tree_util.tree_map(copy, state)
+  )
 
 
 def test_everything_sampled_is_learnt_or_counted_as_dropped(parts):

@@ -29,7 +29,7 @@ def test_what_does_not_fit_is_dropped():
 def test_a_device_that_is_always_full_really_raises_and_is_forgiven():
   with pytest.raises(OSError), open('/dev/full', 'w') as full:
     print('a warning', file=full, flush=True)
-  full = open('/dev/full', 'w', buffering=1)  # noqa: SIM115
+  full = open('/dev/full', 'w', buffering=1)
   print('a warning', file=streams.ForgivingStream(full), flush=True)
   with pytest.raises(OSError):
     full.close()
