@@ -101,7 +101,7 @@ def _send(environment, ids, action=0):
 
 
 def _rows(environment, num_recvs):
-  """(ids, step_types, rewards, discounts, counts, cut ids) of each recv."""
+  """(ids, step_types, rewards, discounts, counts) of each recv."""
   rows = []
   for _ in range(num_recvs):
     ids, timestep = environment.recv(20.0)
@@ -110,7 +110,6 @@ def _rows(environment, num_recvs):
         ids.tolist(),
         *(getattr(timestep, f).tolist() for f in timestep._fields[:3]),
         timestep.observation[:, 0].tolist(),
-        environment.take_cut_ids().tolist(),
       )
     )
     _send(environment, ids)
@@ -130,11 +129,11 @@ def test_golden_timeline(mode, last_discount):
       [make_one], timeout_s=20.0
     )
   assert _rows(environment, 5) == [
-    ([0], [FIRST], [0.0], [1.0], [0.0], []),
-    ([0], [MID], [1.0], [1.0], [1.0], []),
-    ([0], [LAST], [2.0], [last_discount], [2.0], []),
-    ([0], [FIRST], [0.0], [1.0], [0.0], []),
-    ([0], [MID], [1.0], [1.0], [1.0], []),
+    ([0], [FIRST], [0.0], [1.0], [0.0]),
+    ([0], [MID], [1.0], [1.0], [1.0]),
+    ([0], [LAST], [2.0], [last_discount], [2.0]),
+    ([0], [FIRST], [0.0], [1.0], [0.0]),
+    ([0], [MID], [1.0], [1.0], [1.0]),
   ]
   environment.close()
 
@@ -208,14 +207,12 @@ def test_one_that_raises_is_replaced_and_its_episode_cut(mode):
     environment = vector.AsynchronousVectorEnvironment(
       factories, timeout_s=20.0
     )
-  steps, cuts = [], 0
+  steps = []
   while len(steps) < 5:
     ids, timestep = environment.recv(20.0)
-    cuts += environment.take_cut_ids().tolist().count(1)
     steps += timestep.step_type[ids == 1].tolist()
     _send(environment, ids)
   assert steps[:4] == [FIRST, MID, FIRST, MID]
-  assert cuts == 1
   assert environment.failures == {'error': 1, 'timeout': 0}
   environment.close()
   assert [e.closed for e in made] == [True, True]
@@ -270,11 +267,10 @@ def test_only_the_one_that_raised_loses_its_step():
   _send(environment, ids)
   _, timestep = environment.recv(1.0)
   assert timestep.step_type.tolist() == [MID, FIRST, MID]
-  assert environment.take_cut_ids().tolist() == [1]
-  assert environment.take_cut_ids().tolist() == []
+  assert environment.failures['error'] == 1
 
 
-def test_an_environment_that_resets_itself_cuts_its_episode():
+def test_an_environment_may_reset_itself():
   class Resetting(fakes.Counter):
     def step(self, action):
       return self.reset() if self._count == 1 else super().step(action)
@@ -282,7 +278,6 @@ def test_an_environment_that_resets_itself_cuts_its_episode():
   environment = _synchronous(Resetting)
   rows = _rows(environment, 3)
   assert [row[1] for row in rows] == [[FIRST], [MID], [FIRST]]
-  assert [row[-1] for row in rows] == [[], [], [0]]
 
 
 # The asynchronous one.
@@ -334,7 +329,6 @@ def test_a_hanging_environment_is_replaced_and_its_late_answer_ignored():
   _send(environment, ids)
   ids, timestep = environment.recv(20.0)
   assert timestep.step_type.tolist() == [FIRST]
-  assert environment.take_cut_ids().tolist() == [0]
   assert environment.failures == {'error': 0, 'timeout': 1}
   gate.set()
   deadline = time.monotonic() + 20.0

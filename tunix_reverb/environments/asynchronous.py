@@ -40,9 +40,9 @@ class AsynchronousVectorEnvironment(core.VectorEnvironment):
   """Steps N environments at once; `recv` returns those that have answered.
 
   An environment that raises, or does not answer in `timeout_s`, is replaced by
-  a new one and its episode is cut: its next timestep is FIRST, and
-  `take_cut_ids` names it. A thread that hangs is left behind; it ends, and
-  closes its environment, when its call returns.
+  a new one and its episode is cut: its next timestep is FIRST. A thread that
+  hangs is left behind; it ends, and closes its environment, when its call
+  returns.
   """
 
   def __init__(
@@ -117,14 +117,6 @@ class AsynchronousVectorEnvironment(core.VectorEnvironment):
     """Failures so far by cause: 'error' and 'timeout'."""
     return self._failures.counts
 
-  def take_cut_ids(self) -> np.ndarray:
-    """Ids int32 [C] whose episodes were cut since the last call.
-
-    Call it after each `recv`: the trajectories of these ids are to be dropped
-    or closed before their next FIRST is added.
-    """
-    return self._failures.take_cut_ids()
-
   def recv(self, timeout_s: float) -> tuple[np.ndarray, dm_env.TimeStep] | None:
     deadline = time.monotonic() + timeout_s
     ids: list[int] = []
@@ -177,9 +169,6 @@ class AsynchronousVectorEnvironment(core.VectorEnvironment):
       return
     del self._deadlines[index]
     step_type = answer[0]
-    if step_type == dm_env.StepType.FIRST and slot.in_episode:
-      self._failures.cut(index)  # It reset itself before LAST.
-    slot.in_episode = step_type != dm_env.StepType.LAST
     self._failures.succeeded(index, step_type)
     ids.append(index)
     timesteps.append(answer)
@@ -249,14 +238,12 @@ class _Slot:
     index: the environment's id.
     inbox: actions for the thread, or `_STOP`.
     ended: set when the thread has closed its environment.
-    in_episode: whether the last timestep handed out was FIRST or MID.
   """
 
   def __init__(self, index: int, ready: queue.SimpleQueue):
     self.index = index
     self.inbox: queue.SimpleQueue = queue.SimpleQueue()
     self.ended = threading.Event()
-    self.in_episode = False
     self._ready = ready
 
   def answer(self, timestep_or_error: Any) -> None:

@@ -172,11 +172,10 @@ class VectorEnvironmentTestMixin:
     with self.assertRaises(RuntimeError):
       self.send(ids)
 
-  def test_no_episode_is_cut(self):
-    """Without failures, no id is cut and nothing is counted."""
+  def test_nothing_fails(self):
+    """No environment is replaced that keeps its contract."""
     for _ in range(self.num_recvs):
       self.send(self.recv()[0])
-      self.assertEqual(self.vector.take_cut_ids().tolist(), [])
     self.assertEqual(set(self.vector.failures.values()), {0})
 
 
