@@ -86,23 +86,14 @@ def _learner() -> dict[str, Metric]:
 
 
 def _staleness() -> dict[str, Metric]:
-  causes = {
-    'lag': 'its policy_lag exceeded max_policy_lag',
-    'age': 'it was older than max_age_s',
-    'shutdown': 'the learner ended before using it',
-  }
+  trajectories = 'Trajectories dropped because'
   drops = {
-    f'dropped_{cause}_total': (
-      'trajectories',
-      f'Trajectories dropped because {why}.',
-    )
-    for cause, why in causes.items()
+    'lag': f'{trajectories} their policy_lag exceeded max_policy_lag.',
+    'age': f'{trajectories} they were older than max_age_s.',
+    'poison': 'Items dropped because their columns were unreadable: nobody '
+    'knows how many trajectories they held, nor of which length.',
+    'shutdown': f'{trajectories} the learner ended before using them.',
   }
-  drops['dropped_poison_total'] = (
-    'items',
-    'Items dropped because their columns were unreadable: nobody knows how '
-    'many trajectories they held, nor of which length.',
-  )
   deciles = {
     f'dropped_decile_{i}_total': (
       'trajectories',
@@ -122,7 +113,13 @@ def _staleness() -> dict[str, Metric]:
     age_s_mean=('s', f'{age}, mean.'),
     age_s_p95=('s', f'{age}, 95th percentile.'),
     age_s_max=('s', f'{age}, largest.'),
-    **drops,
+    **{
+      f'dropped_{cause}_total': (
+        'items' if cause == 'poison' else 'trajectories',
+        text,
+      )
+      for cause, text in drops.items()
+    },
     **deciles,
   )
 
