@@ -303,8 +303,15 @@ def _poisoned():
 def test_too_many_non_finite_updates_in_a_row_end_the_run():
   limits = learner_lib.RunLimits(max_non_finite_updates=3, report_period_s=0.0)
   good_between = [_poisoned(), _poisoned(), _batch()]
-  learner = _learner(good_between * 2 + [_poisoned()] * 9, limits=limits)
+  reports = []
+  learner = _learner(
+    good_between * 2 + [_poisoned()] * 9,
+    limits=limits,
+    on_report=lambda values, step: reports.append(values),
+  )
   learner.run(6)
+  assert reports[-1]['non_finite_updates'] == 0
+  assert reports[-1]['non_finite_updates_total'] == 4
   (before,) = learner.get_variables()
   with pytest.raises(errors.NonFiniteError, match=r'\(3\) in a row'):
     learner.run(9)

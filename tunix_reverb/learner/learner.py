@@ -222,6 +222,7 @@ class PackedLearner(core.Learner):
         {
           **values,
           **self.report.take(),
+          'non_finite_updates_total': float(self._state.non_finite_total),
           'learner_step': float(self.learner_step),
           'policy_version': float(self.policy_version),
         },

@@ -149,6 +149,10 @@ def _optimisation() -> dict[str, Metric]:
       'Updates in a row, up to the last one, that were skipped because loss '
       'or gradients were not finite.',
     ),
+    non_finite_updates_total=(
+      'updates',
+      'Updates skipped for that reason since training began.',
+    ),
   )
 
 

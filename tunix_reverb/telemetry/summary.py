@@ -47,7 +47,7 @@ def make(
         'transitions_total',
         'recompiles_total',
         'compile_s',
-        'non_finite_updates',
+        'non_finite_updates_total',
       )
     },
     'learner_steps_per_s': state.rate(learner, 'learner_step'),
