@@ -4,9 +4,10 @@
 
 Starts replay servers, learner, actors and evaluator, restarts an actor or
 evaluator that dies, shows the progress, and stops all of them within 10 s at
-the end, at Ctrl-C, or when the learner or a server dies. Exit status: 0; 1 if
-something failed, a last checkpoint could not be written, or a solved_return
-that was set has not been reached; 2 for a mistake in flags or environment.
+the end, at Ctrl-C, or when the learner or a server dies. A SIGTERM to the
+learner alone ends the run in order, too. Exit status: 0; 1 if something failed,
+a last checkpoint could not be written, or a solved_return that was set has not
+been reached; 2 for a mistake in flags or environment.
 """
 
 from __future__ import annotations
