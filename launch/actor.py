@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 from absl import flags
@@ -23,6 +24,8 @@ def run_actor(context: app.RoleContext) -> int:
   from tunix_reverb.replay import clients
   from tunix_reverb.telemetry import milestones as milestones_lib
 
+  # Throughput work: it need not interrupt the learner of the same host.
+  os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
   milestones = milestones_lib.Milestones(context.run_dir, context.role)
   milestones.mark('imported')
   config, stop, watchdog = context.config, context.stop, context.watchdog

@@ -43,10 +43,12 @@ class EpisodeStatistics:
       ids: i32 [K], ascending.
       timestep: batched, [K].
     """
-    every = ids.size == self._return.size
-    at = slice(None) if every else ids
-    self._return[at] += timestep.reward
-    self._length[at] += 1
+    if ids.size == self._return.size:
+      self._return += timestep.reward
+      self._length += 1
+    else:
+      self._return[ids] += timestep.reward
+      self._length[ids] += 1
     if np.count_nonzero(timestep.step_type == _MID) == ids.size:
       return
     first = ids[timestep.step_type == _FIRST]

@@ -63,7 +63,10 @@ class TimestepBuffers:
       rewards = [0.0 if f else r for f, r in zip(first, rewards)]
       discounts = [1.0 if f else d for f, d in zip(first, discounts)]
     reward[:] = rewards
-    discount[:] = discounts
+    if discounts.count(1.0) == num:
+      discount.fill(1.0)
+    else:
+      discount[:] = discounts
     observation = _write(self._columns, observations)
     return dm_env.TimeStep(step_type, reward, discount, observation)
 
