@@ -101,7 +101,7 @@ class ActorConfig:
     'replaced and its trajectory cut.',
   )
   trajectory_length: int = _field(
-    32,
+    99,
     'Most transitions T of one stored trajectory. Shorter episodes are '
     'stored whole; longer ones as unrolls of T that overlap by one bootstrap '
     'timestep.',
