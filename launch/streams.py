@@ -1,8 +1,8 @@
-"""Output that a full disk cannot turn into an exception.
+"""Output that a full disk or a closed pipe cannot turn into an exception.
 
 A role's stdout and stderr are files in the run directory. On a full disk a
 `print` raises, be it the warning that the disk is full: the role would die of
-what it was about to survive.
+what it was about to survive. In `--help | head`, too, nobody wants the rest.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import sys
 from typing import Any
 from typing import TextIO
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FORGIVEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE)
 
 
 class ForgivingStream:
-  """A text stream that drops what does not fit on the disk."""
+  """A text stream that drops what the disk or the reader does not take."""
 
   def __init__(self, stream: TextIO):
     """Wraps `stream`; all else is passed on to it."""
@@ -27,16 +27,16 @@ class ForgivingStream:
     try:
       return self._stream.write(text)
     except OSError as e:
-      if e.errno not in _FULL:
+      if e.errno not in _FORGIVEN:
         raise
       return len(text)
 
   def flush(self) -> None:
-    """Flushes, as far as there is room."""
+    """Flushes, as far as it is taken."""
     try:
       self._stream.flush()
     except OSError as e:
-      if e.errno not in _FULL:
+      if e.errno not in _FORGIVEN:
         raise
 
   def __getattr__(self, name: str) -> Any:
