@@ -29,6 +29,7 @@ class Milestones:
       return
     line = json.dumps({'time_s': now_s, 'role': self._role, 'name': name})
     try:
+      self._path.parent.mkdir(parents=True, exist_ok=True)
       with open(self._path, 'a', buffering=1) as f:
         f.write(line + '\n')
     except OSError as e:
