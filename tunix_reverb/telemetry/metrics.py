@@ -207,11 +207,11 @@ def _replay_server() -> dict[str, Metric]:
     ),
     inserts_blocked_s_total=(
       's',
-      'Seconds that inserts were held back since the table was made.',
+      'Seconds that inserts were held back since the server started.',
     ),
     samples_blocked_s_total=(
       's',
-      'Seconds that samples were held back since the table was made.',
+      'Seconds that samples were held back since the server started.',
     ),
     replay_checkpoint_s=('s', 'Seconds the last replay checkpoint took.'),
   )
