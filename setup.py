@@ -68,15 +68,6 @@ _EXTRAS = {
   ],
 }
 
-_BINARIES = (
-  'actor',
-  'check_environment',
-  'evaluator',
-  'learner',
-  'local',
-  'replay_server',
-)
-
 setuptools.setup(
   name='tunix_reverb',
   version=_version(),
