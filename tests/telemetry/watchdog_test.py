@@ -51,7 +51,7 @@ def test_a_wait_that_ended_is_not_named(make):
     pass
   assert expired.wait(10)
   assert 'old wait' not in lines[0]
-  assert 'test_watchdog' in lines[0] or 'threading' in lines[0]
+  assert 'watchdog_test' in lines[0] or 'threading' in lines[0]
 
 
 def test_progress_keeps_it_quiet(make):
