@@ -17,6 +17,7 @@ from absl import logging
 
 from launch import app
 from launch import flags
+from launch import streams
 from tunix_reverb import errors
 
 _ENVIRONMENT = absl_flags.DEFINE_string(
@@ -72,6 +73,7 @@ def _print(title: str, lines: Sequence[str]) -> None:
 
 def main() -> None:
   """Entry point."""
+  streams.install()
   doc = app.binary_doc('check_environment')
   if flags.print_help_if_asked(sys.argv, doc, with_config=False):
     return
