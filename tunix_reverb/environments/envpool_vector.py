@@ -195,10 +195,6 @@ class EnvpoolVectorEnvironment(core.VectorEnvironment):
     """Always zero: envpool's environments do not fail one by one."""
     return {'error': 0, 'timeout': 0}
 
-  def take_cut_ids(self) -> np.ndarray:
-    """Always empty, int32 [0]; see the other vector environments."""
-    return np.zeros(0, np.int32)
-
   def recv(self, timeout_s: float) -> tuple[np.ndarray, dm_env.TimeStep] | None:
     if not self._pending or self._closed:
       return None

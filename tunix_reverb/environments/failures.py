@@ -7,13 +7,12 @@ import threading
 
 from absl import logging
 import dm_env
-import numpy as np
 
 CAUSES = ('error', 'timeout')
 
 
 class FailureLog:
-  """Counts failures by cause, remembers cut episodes, gives up in time.
+  """Counts failures by cause and gives up in time.
 
   An environment that fails is replaced by a new one and its episode is cut;
   its next timestep is FIRST.
@@ -31,7 +30,6 @@ class FailureLog:
       )
     self._limit = max_consecutive_failures
     self._consecutive: dict[int, int] = {}
-    self._cut_ids: list[int] = []
     self.counts = dict.fromkeys(CAUSES, 0)
 
   def record(self, index: int, cause: str, error: BaseException) -> int:
@@ -41,7 +39,6 @@ class FailureLog:
       RuntimeError: more in a row than tolerated; `error` is chained.
     """
     self.counts[cause] += 1
-    self.cut(index)
     in_a_row = self._consecutive.get(index, 0) + 1
     self._consecutive[index] = in_a_row
     logging.warning(
@@ -59,10 +56,6 @@ class FailureLog:
       ) from error
     return in_a_row
 
-  def cut(self, index: int) -> None:
-    """Notes that the episode of environment `index` ended without LAST."""
-    self._cut_ids.append(index)
-
   def succeeded(self, index: int, step_type: dm_env.StepType) -> None:
     """Notes a timestep; only a completed `env.step` clears the count."""
     if self._consecutive and step_type != dm_env.StepType.FIRST:
@@ -72,11 +65,6 @@ class FailureLog:
   def failing(self) -> bool:
     """Whether an environment has failed since its last completed step."""
     return bool(self._consecutive)
-
-  def take_cut_ids(self) -> np.ndarray:
-    """Ids int32 [C] whose episodes were cut since the last call."""
-    cut, self._cut_ids = self._cut_ids, []
-    return np.unique(np.asarray(cut, np.int32))
 
 
 def close_in_background(*closes: Callable[[], None]) -> threading.Thread:

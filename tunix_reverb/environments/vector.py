@@ -37,7 +37,7 @@ class SynchronousVectorEnvironment(core.VectorEnvironment):
   be interrupted: one that hangs, hangs the caller (use the asynchronous kind).
 
   An environment that raises is replaced by a new one and its episode is cut:
-  its next timestep is FIRST, and `take_cut_ids` names it.
+  its next timestep is FIRST.
   """
 
   def __init__(
@@ -89,14 +89,6 @@ class SynchronousVectorEnvironment(core.VectorEnvironment):
     """Failures so far by cause ('error'; never 'timeout' here)."""
     return self._failures.counts
 
-  def take_cut_ids(self) -> np.ndarray:
-    """Ids int32 [C] whose episodes were cut since the last call.
-
-    Call it after each `recv`: the trajectories of these ids are to be dropped
-    or closed before their next FIRST is added.
-    """
-    return self._failures.take_cut_ids()
-
   def recv(self, timeout_s: float) -> tuple[np.ndarray, dm_env.TimeStep] | None:
     """Steps the environments sent to. `timeout_s` bounds nothing here: with
     nothing sent, nothing can arrive and None comes back at once."""
@@ -140,8 +132,6 @@ class SynchronousVectorEnvironment(core.VectorEnvironment):
       if step_type == _LAST:
         self._calls[index] = self._resets[index]
       elif step_type == _FIRST:
-        if self._calls[index] is self._steps[index]:
-          self._failures.cut(index)  # It reset itself before LAST.
         self._calls[index] = self._steps[index]
       self._failures.succeeded(index, step_type)
 
