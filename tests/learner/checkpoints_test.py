@@ -276,13 +276,10 @@ _TRAIN = textwrap.dedent("""
     mesh = mesh_lib.make_mesh(jax.devices()[:1], data=1)
     step_fn = update.make_update(network, adam, mesh, update.LossConfig())
     checkpointer = checkpoints.LearnerCheckpointer(directory, max_to_keep=2)
+    state = update.init_state(network, adam, mesh, key=jax.random.PRNGKey(0))
     if mode == 'resume':
-      state, metadata = checkpointer.restore_latest(
-          update.abstract_state(network, adam, mesh))
+      state, metadata = checkpointer.restore_latest(state)
       assert metadata == {'step': int(first)}
-    else:
-      state = update.init_state(network, adam, mesh,
-                                key=jax.random.PRNGKey(0))
     for i in range(int(first), int(last)):
       rng = np.random.default_rng(i)
       normal = lambda *s: rng.normal(size=s).astype(np.float32)

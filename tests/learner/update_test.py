@@ -327,16 +327,10 @@ def test_update_compiles_ahead_and_donates():
   network, optimiser, mesh = _network(), _optimiser(), _mesh('8111')
   update = update_lib.make_update(network, optimiser, mesh, _CONFIG)
   batch = mesh_lib.place_batch(_batch(), mesh)
-  template = update_lib.abstract_state(network, optimiser, mesh)
-  compiled = update.lower(template, batch).compile()
   state = update_lib.init_state(
     network, optimiser, mesh, key=jax.random.PRNGKey(0)
   )
-  jax.tree_util.tree_map(
-    lambda t, x: (t.shape, t.dtype) == (x.shape, x.dtype) or pytest.fail(),
-    template,
-    state,
-  )
+  compiled = update.lower(state, batch).compile()
   old = jax.tree_util.tree_leaves(state.params)[0]
   for _ in range(2):
     state, _ = compiled(state, batch)

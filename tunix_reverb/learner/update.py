@@ -86,22 +86,6 @@ def init_state(
   return jax.jit(init, out_shardings=sharding)(key)
 
 
-def abstract_state(
-  network: policy_network.PolicyNetwork,
-  optimiser: optimiser_lib.Optimiser,
-  mesh: jax.sharding.Mesh,
-) -> LearnerState:
-  """`LearnerState` of `jax.ShapeDtypeStruct`: a template to restore into."""
-  sharding = jax.sharding.NamedSharding(mesh, mesh_lib.replicated_spec())
-  return jax.tree_util.tree_map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-    jax.eval_shape(
-      functools.partial(_fresh_state, network, optimiser),
-      jax.ShapeDtypeStruct((2,), jnp.uint32),
-    ),
-  )
-
-
 def make_update(
   network: policy_network.PolicyNetwork,
   optimiser: optimiser_lib.Optimiser,

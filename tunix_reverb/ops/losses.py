@@ -30,8 +30,6 @@ class LossSums(NamedTuple):
       effective sample size as a fraction.
     rho_clipped: number of ratios above rho_bar.
     value: value estimates.
-    policy_kl: estimates of KL(behaviour || target), rho - 1 - log rho (the
-      unbiased, non-negative estimator "k3" of Schulman 2020).
   """
 
   pg_loss: jax.Array
@@ -42,7 +40,6 @@ class LossSums(NamedTuple):
   rho_squared: jax.Array
   rho_clipped: jax.Array
   value: jax.Array
-  policy_kl: jax.Array
 
 
 def shape_rewards(
@@ -125,8 +122,6 @@ def vtrace_actor_critic_loss(
     c_bar=c_bar,
     lambda_=vtrace_lambda,
   )
-  # The clamped ratio, so that no metric can overflow either.
-  log_rhos = jnp.clip(log_rhos, -vtrace.MAX_ABS_LOG_RHO, vtrace.MAX_ABS_LOG_RHO)
   masked_sum = lambda x: jnp.sum(jnp.where(mask, x, jnp.zeros_like(x)))
   count = lambda x: jnp.sum((mask & x).astype(jnp.float32))
   return LossSums(
@@ -138,5 +133,4 @@ def vtrace_actor_critic_loss(
     rho_squared=masked_sum(jnp.square(targets.rhos)),
     rho_clipped=count(targets.rhos > rho_bar),
     value=masked_sum(jax.lax.stop_gradient(values)),
-    policy_kl=masked_sum(targets.rhos - 1.0 - log_rhos),
   )
