@@ -124,11 +124,11 @@ class _State:
     at = self._at
     discount = state[at['discount']]
     truncated = state[at['trunc']]
-    if truncated.any():
+    if np.count_nonzero(truncated):
       discount = np.where(truncated, np.float32(1.0), discount)
     reward = state[at['reward']]
     first = state[at['step_type']] == _FIRST
-    if first.any():
+    if np.count_nonzero(first):
       reward = np.where(first, np.float32(0.0), reward)
     leaves = self._leaves
     if isinstance(leaves, dict):

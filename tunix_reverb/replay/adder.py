@@ -121,14 +121,25 @@ class TrajectoryAdder(core.VectorAdder):
     # Most steps neither start nor end a trajectory; a size of 0 would be one
     # that has just been started.
     full, count = size == self._full, environment_ids.size
-    if (
-      _count(timestep.step_type == _MID) < count
-      or _count(full)
-      or _count(size) < count
-    ):
+    if _count(timestep.step_type == _MID) < count or _count(size) < count:
       self._turn(environment_ids, timestep, size, full, core_state, now_s)
+    elif _count(full):
+      self._cut(environment_ids, full, core_state, now_s)
     if self._ended.is_due(self._max_item_transitions, self._item_age_s, now_s):
       self.flush()
+
+  def _cut(
+    self,
+    environment_ids: np.ndarray,
+    full: np.ndarray,
+    core_state: types.Nest,
+    now_s: float,
+  ) -> None:
+    """Ends the full trajectories, and starts the next at the same timestep."""
+    ids = environment_ids[full]
+    self._ended.add(self._ring, ids, np.zeros(ids.size, np.bool_), now_s)
+    state = [leaf[full] for leaf in tree.flatten(core_state)]
+    self._ring.start(ids, state, now_s)
 
   def _turn(
     self,
