@@ -92,8 +92,12 @@ class ItemSampler(abc.ABC):
     """
 
   @abc.abstractmethod
-  def close(self) -> None:
-    """Stops reading; items already prefetched are lost to the table."""
+  def close(self) -> list[types.SampledItem]:
+    """Stops reading; items already prefetched are lost to the table.
+
+    Returns:
+      Those received that `sample` has not returned; none at a second call.
+    """
 
 
 class Adder(abc.ABC):

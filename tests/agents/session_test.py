@@ -53,7 +53,7 @@ class _Sampler(core.ItemSampler):
     return types.SampledItem(0, 0.0, 1, item)
 
   def close(self):
-    pass
+    return []
 
 
 class _Sink(core.VariableSink):

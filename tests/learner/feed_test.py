@@ -27,6 +27,7 @@ class _Sampler(core.ItemSampler):
 
   def __init__(self, items, then=None):
     self.items = collections.deque(items)
+    self.held = []
     self.taken = 0
     self.empty = threading.Event()
     self._then = then
@@ -42,7 +43,9 @@ class _Sampler(core.ItemSampler):
     return None
 
   def close(self):
-    pass
+    left = [types.SampledItem(0, 0.0, 1, t) for t in self.held]
+    self.held.clear()
+    return left
 
 
 class _Feed:
@@ -189,13 +192,26 @@ def test_an_error_of_the_thread_reaches_the_learner(make, where):
     next(one.feed)
 
 
-def test_what_the_feed_holds_at_its_end_is_counted(make):
+def test_what_the_feed_and_its_sampler_hold_at_the_end_is_counted_once(make):
   one = make([_item([7, 7]) for _ in range(3)] + [_item([1, 2])], prefetch=2)
+  one.sampler.held = [_item([4, 5, 6])]
   assert next(one.feed) is not None
-  one.feed.close()
-  dropped = one.drops.by_cause()
-  assert one.drops.seen_total == 2 + dropped.pop('shutdown')
-  assert not any(dropped.values())
+  for _ in range(2):
+    one.feed.close()
+    dropped = one.drops.by_cause()
+    assert dropped['shutdown'] >= 3
+    assert one.drops.seen_total == 2 + dropped.pop('shutdown')
+    assert one.drops.by_decile().sum() == one.drops.seen_total - 2
+    assert not any(dropped.values())
+
+
+def test_an_error_in_the_thread_is_told_at_once(make):
+  one = make([], then=ValueError('broken on purpose'), timeout_s=30.0)
+  start_s = time.monotonic()
+  for _ in range(2):
+    with pytest.raises(RuntimeError, match='feed thread'):
+      next(one.feed)
+  assert time.monotonic() - start_s < 5.0
 
 
 def test_close_is_prompt_while_the_learner_takes_nothing(make):

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import threading
+import time
 
 import jax
 import numpy as np
@@ -116,6 +117,20 @@ class TestPackedLearnerOnEightDevices(TestPackedLearner):
 
   def make_starved_learner(self):
     return _learner(itertools.repeat(None), devices=8)
+
+
+def test_ages_end_when_the_update_begins():
+  def slow(update, state, batch):
+    time.sleep(0.5)
+    return update(state, batch)
+
+  updates = {
+    length: functools.partial(slow, update)
+    for length, update in _parts()[2].items()
+  }
+  learner = _learner((_batch() for _ in range(1)), updates=updates)
+  learner.step()
+  assert 0 <= learner.report.take()['age_s_max'] < 0.5
 
 
 class _Capture:

@@ -33,7 +33,7 @@ def _report():
 
 def test_lags_ages_and_fill_are_those_of_what_was_handed_over():
   report, _, _ = _report()
-  report.add(_packed(policy_version=[4, 9], age_s=[2.0, 6.0]), 10)
+  report.add(_packed(policy_version=[4, 9], age_s=[2.0, 6.0]), 10, time.time())
   values = report.take()
   assert values['policy_lag_mean'] == 3.5
   assert values['policy_lag_max'] == 6
@@ -49,7 +49,7 @@ def test_lags_ages_and_fill_are_those_of_what_was_handed_over():
 
 def test_a_window_starts_over_and_totals_go_on():
   report, _, _ = _report()
-  report.add(_packed(), 10)
+  report.add(_packed(), 10, time.time())
   report.take()
   values = report.take()
   assert values['learner_steps_per_s'] == values['transitions_per_s'] == 0

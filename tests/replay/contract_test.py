@@ -1,5 +1,7 @@
 """The official clients keep the contracts of the replay interfaces."""
 
+import time
+
 import pytest
 
 from tunix_reverb.replay import clients
@@ -49,6 +51,17 @@ class TestOfficialItemSampler(test_utils.ItemSamplerContract):
     return self._closing(
       clients.make_sampler([self._server.address], columns=_COLUMNS)
     )
+
+  def test_close_returns_all_that_was_received(self):
+    sampler = self.make_sampler()
+    self.fill([test_utils.item(i) for i in range(2)])
+    (shard,) = sampler._shards
+    deadline_s = time.monotonic() + 20
+    while len(shard._items) < 2:
+      assert time.monotonic() < deadline_s
+      time.sleep(0.01)
+    left = [int(i.trajectories.episode_id[0]) for i in sampler.close()]
+    assert left == [0, 1]
 
   def fill(self, items):
     writer = clients.make_writer(self._server.address, columns=_COLUMNS)

@@ -69,7 +69,10 @@ class Feed(Iterator[types.PackedBatch | None]):
     self._learner_version = learner_version
     self._timeout_s = timeout_s
     self._on_item = on_item
-    self._ready: queue.Queue[types.PackedBatch] = queue.Queue(prefetch_batches)
+    # None comes last, from a thread that has failed.
+    self._ready: queue.Queue[types.PackedBatch | None] = queue.Queue(
+      prefetch_batches
+    )
     self._room = threading.Condition()
     self._stop = threading.Event()
     self._error: BaseException | None = None
@@ -81,7 +84,12 @@ class Feed(Iterator[types.PackedBatch | None]):
     return self
 
   def close(self, timeout_s: float = 2.0) -> None:
-    """Stops the thread; what it holds is counted as dropped at shutdown."""
+    """Stops thread and sampler; idempotent.
+
+    What they hold is counted as dropped at shutdown.
+    """
+    if self._stop.is_set():
+      return
     self._stop.set()
     with self._room:
       self._room.notify_all()
@@ -89,7 +97,12 @@ class Feed(Iterator[types.PackedBatch | None]):
       self._thread.join(timeout_s)
     self._drops.drop('shutdown', self._packer.pending_lengths)
     while not self._ready.empty():
-      self._drops.drop('shutdown', self._ready.get_nowait().segments.length)
+      packed = self._ready.get_nowait()
+      if packed is not None:
+        self._drops.drop('shutdown', packed.segments.length)
+    for item in self._sampler.close():
+      self._drops.see(item.trajectories.lengths)
+      self._drops.drop('shutdown', item.trajectories.lengths)
 
   def __next__(self) -> types.PackedBatch | None:
     """The next batch, or None after `timeout_s`.
@@ -97,12 +110,15 @@ class Feed(Iterator[types.PackedBatch | None]):
     Raises:
       RuntimeError: the feed's thread failed; the cause is chained.
     """
+    has_ended = self._error is not None
     try:
-      batch = self._ready.get(timeout=self._timeout_s)
+      batch = self._ready.get(timeout=0.0 if has_ended else self._timeout_s)
     except queue.Empty:
-      if self._error is not None:
+      if has_ended:
         raise RuntimeError('the feed thread failed') from self._error
       return None
+    if batch is None:
+      raise RuntimeError('the feed thread failed') from self._error
     with self._room:
       self._room.notify_all()
     return batch
@@ -116,6 +132,7 @@ class Feed(Iterator[types.PackedBatch | None]):
           self._take(self._sampler.sample(_POLL_S))
     except BaseException as e:  # Raised again in the learner's thread.
       self._error = e
+      self._hand_over(None)
 
   def _wait_for_room(self) -> None:
     with self._room:
@@ -136,13 +153,18 @@ class Feed(Iterator[types.PackedBatch | None]):
     host_mask = packed.batch.loss_mask
     batch = self._place(packed.batch)._replace(loss_mask=host_mask)
     packed = dataclasses.replace(packed, batch=batch)
+    if not self._hand_over(packed):
+      self._drops.drop('shutdown', packed.segments.length)
+
+  def _hand_over(self, packed: types.PackedBatch | None) -> bool:
+    """Waits for room in the queue; returns whether there was any."""
     while not self._stop.is_set():
       try:
         self._ready.put(packed, timeout=_POLL_S)
-        return
+        return True
       except queue.Full:
         continue
-    self._drops.drop('shutdown', packed.segments.length)
+    return False
 
   def _take(self, item: types.SampledItem | None) -> None:
     if item is None:

@@ -104,7 +104,8 @@ class PackedLearner(core.Learner):
       packed = next(self._batches)
     if packed is None:
       return None
-    packed = self._screen(packed)
+    now_s = time.time()
+    packed = self._screen(packed, now_s)
     if packed is None:
       return None
     update = self._updates.get(packed.bucket)
@@ -117,7 +118,7 @@ class PackedLearner(core.Learner):
       self._state, metrics = update(self._state, packed.batch)
       jax.block_until_ready(metrics)
     self.learner_step += 1
-    self.report.add(packed, self.policy_version)
+    self.report.add(packed, self.policy_version, now_s)
     if self.learner_step % self._limits.publish_period == 0:
       self.publish()
     return metrics
@@ -187,14 +188,16 @@ class PackedLearner(core.Learner):
     )
     self.learner_step = int(self._state.learner_step)
 
-  def _screen(self, packed: types.PackedBatch) -> types.PackedBatch | None:
+  def _screen(
+    self, packed: types.PackedBatch, now_s: float
+  ) -> types.PackedBatch | None:
     """The last staleness check: clears the loss mask of what is too old."""
     segments = packed.segments
     causes = self._bound.causes(
       segments.policy_version,
       segments.created_at_s,
       learner_version=self.policy_version,
-      now_s=time.time(),
+      now_s=now_s,
     )
     if not causes.any():
       return packed

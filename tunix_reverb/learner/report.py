@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from tunix_reverb import types
 from tunix_reverb.batching import packer
 from tunix_reverb.telemetry import drops as drops_lib
@@ -25,15 +23,23 @@ class LearnerReport:
     self._ages_s = statistics.Window()
     self._fills = statistics.Window()
 
-  def add(self, packed: types.PackedBatch, learner_version: int) -> None:
-    """Counts one update on `packed`, at the version it was handed over at."""
+  def add(
+    self, packed: types.PackedBatch, learner_version: int, now_s: float
+  ) -> None:
+    """Counts one update.
+
+    Args:
+      packed: what it was made on.
+      learner_version: version when `packed` was handed to it.
+      now_s: time of that, seconds since the epoch.
+    """
     segments = packed.segments
     transitions = int(segments.length.sum())
     self.transitions_total += transitions
     self._steps.add()
     self._transitions.add(transitions)
     self._lags.add(learner_version - segments.policy_version)
-    self._ages_s.add(time.time() - segments.created_at_s)
+    self._ages_s.add(now_s - segments.created_at_s)
     self._fills.add(packer.fill(packed))
 
   def take(self) -> dict[str, float]:

@@ -175,6 +175,15 @@ class ItemSamplerContract(abc.ABC):
     assert 0.3 <= time.monotonic() - start_s < 0.3 + _SLACK_S
     sampler.close()
 
+  def test_close_returns_what_was_received_once(self):
+    sampler = self.make_sampler()
+    self.fill([item(i) for i in range(3)])
+    assert sampler.sample(20.0) is not None
+    left = sampler.close()
+    ids = [int(one.trajectories.episode_id[0]) for one in left]
+    assert ids == [1, 2][: len(ids)]
+    assert sampler.close() == []
+
   def test_close_is_prompt_and_final(self):
     sampler = self.make_sampler()
     start_s = time.monotonic()

@@ -112,8 +112,8 @@ class OfficialItemSampler(core.ItemSampler):
         self._ready.wait(min(remaining_s, 1.0))
     return None
 
-  def close(self) -> None:
-    """Stops reading; items already prefetched are lost to the table.
+  def close(self) -> list[types.SampledItem]:
+    """See `core.ItemSampler`.
 
     A thread that is blocked in C++ ends with the process, or after the next
     item, which it drops.
@@ -121,8 +121,7 @@ class OfficialItemSampler(core.ItemSampler):
     with self._ready:
       self._closed = True
       self._ready.notify_all()
-    for shard in self._shards:
-      shard.close()
+    return [item for shard in self._shards for item in shard.close()]
 
   def _take(self) -> types.SampledItem | None:
     """The next item of the shard whose turn it is, with the lock held."""
@@ -184,13 +183,15 @@ class _Shard:
     self._room.notify()
     return item
 
-  def close(self) -> None:
-    """Tells the thread to end."""
+  def close(self) -> list[types.SampledItem]:
+    """Tells the thread to end; returns what it has received."""
     self.health.close()
     with self._room:
       self._closed = True
+      items = list(self._items)
       self._items.clear()
       self._room.notify()
+    return items
 
   def _run(self) -> None:
     while not self._closed:
