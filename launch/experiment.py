@@ -12,6 +12,7 @@ import os
 import pathlib
 import re
 import shlex
+import shutil
 import sys
 import threading
 import time
@@ -89,6 +90,20 @@ def _unwritable(run_dir: pathlib.Path, error: OSError) -> errors.UserError:
   )
 
 
+def give_up_run_dir(run_dir: pathlib.Path, *, is_new: bool) -> None:
+  """Lets the same command be given again, once the mistake is mended.
+
+  Args:
+    run_dir: of a run that a user's mistake ended before it learnt anything.
+    is_new: whether the run made the directory; then it goes as a whole.
+  """
+  if is_new:
+    shutil.rmtree(run_dir, ignore_errors=True)
+    print(f'{run_dir} held nothing to resume from and is removed', flush=True)
+  else:
+    (run_dir / 'config.json').unlink(missing_ok=True)
+
+
 def has_checkpoint(run_dir: pathlib.Path) -> bool:
   """Whether the learner has left a checkpoint."""
   directory = run_dir / 'checkpoints' / 'learner'
@@ -99,6 +114,8 @@ def make_specs(
   config: config_lib.ExperimentConfig,
   run_dir: pathlib.Path,
   ports: Sequence[int],
+  *,
+  replay_restore: str = 'auto',
 ) -> list[supervisor_lib.ProcessSpec]:
   """The table of processes of one run."""
   servers = ','.join(f'localhost:{port}' for port in ports)
@@ -116,7 +133,12 @@ def make_specs(
   specs = [
     supervisor_lib.ProcessSpec(
       name=f'{metrics.REPLAY_SERVER}_{i}',
-      command=command('replay_server', f'--server_index={i}', f'--port={port}'),
+      command=command(
+        'replay_server',
+        f'--server_index={i}',
+        f'--port={port}',
+        f'--replay_restore={replay_restore}',
+      ),
       stop_last=True,
     )
     for i, port in enumerate(ports)

@@ -78,6 +78,20 @@ def define_role_flags() -> None:
   )
 
 
+def define_replay_restore_flag() -> None:
+  """Defines `--replay_restore` of servers and who starts them; idempotent."""
+  if 'replay_restore' in FLAGS:
+    return
+  flags.DEFINE_enum(
+    'replay_restore',
+    'auto',
+    ['auto', 'discard'],
+    'auto: start from the latest loadable checkpoint in run_dir, if there is '
+    'one; discard: start empty and move the checkpoints there are to '
+    'discarded-<n>/ beside them.',
+  )
+
+
 def parse(argv: Sequence[str]) -> None:
   """Parses `argv` (argv[0] is the program) into FLAGS.
 

@@ -29,6 +29,7 @@ absl_flags.DEFINE_boolean(
   'Continue the run in --run_dir from its checkpoints; flags that are given '
   'change its config.',
 )
+flags.define_replay_restore_flag()
 
 
 def run_local(context: app.RoleContext) -> int:
@@ -45,6 +46,7 @@ def run_local(context: app.RoleContext) -> int:
   if resume and context.run_dir is None:
     raise errors.UserError('resume (True) must come with --run_dir')
   run_dir = context.run_dir or experiment.default_run_dir(config.environment)
+  is_new = not run_dir.exists()
   lock = experiment.prepare_run_dir(run_dir, config, resume=resume)
   print(f'run_dir: {run_dir}', flush=True)
   if resume and not experiment.has_checkpoint(run_dir):
@@ -56,14 +58,19 @@ def run_local(context: app.RoleContext) -> int:
   ports = topology.pick_free_ports(config.replay.num_servers)
   topology.write(run_dir, [f'localhost:{port}' for port in ports])
   with lock:
-    return experiment.Experiment(
+    status = experiment.Experiment(
       config=config,
       run_dir=pathlib.Path(run_dir),
-      specs=experiment.make_specs(config, run_dir, ports),
+      specs=experiment.make_specs(
+        config, run_dir, ports, replay_restore=flags.FLAGS.replay_restore
+      ),
       stop=context.stop,
       progress=context.watchdog.progress,
       resumed=resume,
     ).run()
+    if status == 2 and not resume and not experiment.has_checkpoint(run_dir):
+      experiment.give_up_run_dir(run_dir, is_new=is_new)
+  return status
 
 
 def main() -> None:

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import time
 
-from absl import flags
+from absl import flags as absl_flags
 
 from launch import app
+from launch import flags
 
-flags.DEFINE_integer(
+absl_flags.DEFINE_integer(
   'server_index', 0, 'Number of this replay server (shard), from 0.'
 )
-flags.DEFINE_integer('port', 0, 'TCP port to serve on; 0 picks a free one.')
-flags.DEFINE_enum(
-  'replay_restore',
-  'auto',
-  ['auto', 'discard'],
-  'auto: start from the latest loadable checkpoint in run_dir, if there is '
-  'one; discard: start empty and move the checkpoints there are to '
-  'discarded-<n>/ beside them.',
+absl_flags.DEFINE_integer(
+  'port', 0, 'TCP port to serve on; 0 picks a free one.'
 )
+flags.define_replay_restore_flag()
 
 _REPORT_PERIOD_S = 1.0
 # Of the 9 s that a stop may take; the rest is for the server itself.

@@ -103,9 +103,12 @@ def _check_damaged_learner_checkpoints(start, refused, run_dir, servers):
   assert 'can be loaded; tried ' in refused(*evaluate)
 
 
-def test_an_unknown_environment_ends_local_with_the_roles_own_words(refused):
+def test_an_unknown_environment_ends_local_with_the_roles_own_words(
+  refused, tmp_path
+):
   line = refused('local', '--environment=cath', '--run_dir=run')
   assert 'did you mean catch' in line
+  assert not (tmp_path / 'run').exists()  # The next try needs no --resume.
 
 
 def test_a_missing_extra_is_named(refused, subprocess_env, tmp_path):

@@ -242,6 +242,17 @@ def test_a_run_directory_that_cannot_be_made_is_a_users_mistake(tmp_path):
     )
 
 
+def test_a_run_dir_given_up_can_be_used_again(tmp_path):
+  config = config_lib.ExperimentConfig()
+  for run_dir, is_new in ((tmp_path / 'new', True), (tmp_path, False)):
+    experiment.prepare_run_dir(run_dir, config, resume=False).close()
+    (tmp_path / 'mine').touch()
+    experiment.give_up_run_dir(run_dir, is_new=is_new)
+    assert run_dir.exists() != is_new
+    experiment.prepare_run_dir(run_dir, config, resume=False).close()
+  assert (tmp_path / 'mine').exists()
+
+
 def test_the_table_of_processes_follows_the_config(tmp_path):
   config = flat.from_flat({'num_actors': 3, 'num_servers': 2})
   ports = topology.pick_free_ports(2)
@@ -266,6 +277,10 @@ def test_the_table_of_processes_follows_the_config(tmp_path):
     'replay_server_1',
   ]
   assert f'--port={ports[1]}' in specs['replay_server_1'].command
+  (server,) = experiment.make_specs(
+    config, tmp_path, ports[:1], replay_restore='discard'
+  )[:1]
+  assert '--replay_restore=discard' in server.command
   none = flat.from_flat({'evaluation_period_s': 0.0})
   assert 'evaluator' not in [
     s.name for s in experiment.make_specs(none, tmp_path, ports[:1])
@@ -294,7 +309,7 @@ _LOCAL = f"""
 import pathlib, sys
 from launch import experiment, local, supervisor
 roles = {{'learner': {_LEARNER!r}, 'evaluator': {_EVALUATOR!r}}}
-def make_specs(config, run_dir, ports):
+def make_specs(config, run_dir, ports, **flags):
   return [supervisor.ProcessSpec(
       name=name, restart=name == 'evaluator', completes=name == 'learner',
       command=[sys.executable, '-c', code, str(run_dir), name, '999'])
