@@ -71,8 +71,10 @@ lock: $(VENV)/.dev  ## resolve requirements/*.in into requirements/*.txt
 wheel: $(VENV)/.runtime $(VENV)/.sources  ## build dist/tunix_reverb-*.whl
 	@$(MAKE) --no-print-directory dist/.wheel
 
-benchmark: environments  ## print the pipeline's speed against its ceiling
+benchmark: environments  ## measure pipeline, start and packing against targets
 	@$(BIN)/python -m benchmarks.pipeline $(BENCHMARK_FLAGS)
+	@$(BIN)/python -m benchmarks.startup
+	@$(BIN)/python -m benchmarks.packing
 
 clean:  ## remove .venv, the wheel and every cache
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache \
