@@ -104,8 +104,14 @@ def trajectories_spec(
 
 def bytes_per_transition(columns: types.Trajectories) -> float:
   """Bytes that one transition takes in an item, headers left out."""
-  per_trajectory = ('lengths', 'created_at_s', 'actor_id', 'episode_id')
-  per_trajectory += ('truncated', 'core_state')
+  per_trajectory = (
+    'lengths',
+    'created_at_s',
+    'actor_id',
+    'episode_id',
+    'truncated',
+    'core_state',
+  )
   leaves = tree.flatten(
     [
       getattr(columns, name)
