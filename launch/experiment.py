@@ -104,6 +104,12 @@ def give_up_run_dir(run_dir: pathlib.Path, *, is_new: bool) -> None:
     (run_dir / 'config.json').unlink(missing_ok=True)
 
 
+def has_begun(run_dir: pathlib.Path) -> bool:
+  """Whether the learner has left anything: a checkpoint or a report."""
+  report = run_dir / 'metrics' / f'{metrics.LEARNER}.jsonl'
+  return report.exists() or has_checkpoint(run_dir)
+
+
 def has_checkpoint(run_dir: pathlib.Path) -> bool:
   """Whether the learner has left a checkpoint."""
   directory = run_dir / 'checkpoints' / 'learner'

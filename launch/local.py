@@ -68,7 +68,7 @@ def run_local(context: app.RoleContext) -> int:
       progress=context.watchdog.progress,
       resumed=resume,
     ).run()
-    if status == 2 and not resume and not experiment.has_checkpoint(run_dir):
+    if status == 2 and not resume and not experiment.has_begun(run_dir):
       experiment.give_up_run_dir(run_dir, is_new=is_new)
   return status
 

@@ -242,6 +242,19 @@ def test_a_run_directory_that_cannot_be_made_is_a_users_mistake(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+  'left', ['metrics/learner.jsonl', 'checkpoints/learner/7']
+)
+def test_a_run_has_begun_once_its_learner_has_left_something(tmp_path, left):
+  assert not experiment.has_begun(tmp_path)
+  (tmp_path / 'metrics').mkdir()
+  (tmp_path / 'metrics' / 'actor_0.jsonl').touch()
+  assert not experiment.has_begun(tmp_path)
+  (tmp_path / left).parent.mkdir(parents=True, exist_ok=True)
+  (tmp_path / left).touch()
+  assert experiment.has_begun(tmp_path)
+
+
 def test_a_run_dir_given_up_can_be_used_again(tmp_path):
   config = config_lib.ExperimentConfig()
   for run_dir, is_new in ((tmp_path / 'new', True), (tmp_path, False)):
