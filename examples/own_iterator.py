@@ -67,6 +67,7 @@ def main(num_learner_steps: int = 200) -> float:
   """Learns; returns the probability that the policy gives to the better arm."""
   config = flat.from_flat(
     {
+      'trajectory_length': 33,
       'bucket_lengths': (34,),
       'batch_positions': 340,
       'learning_rate': 1e-2,

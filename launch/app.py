@@ -94,7 +94,8 @@ def _run(main, role, make_role_name, single_threaded_xla, stop_deadline_s):
     return 0
   flags.parse(sys.argv)
   if flags.FLAGS.supervised:
-    shutdown.die_with_parent(os.getppid())
+    parent_pid = os.environ.get(shutdown.PARENT_PID, os.getppid())
+    shutdown.die_with_parent(int(parent_pid))
   config = flags.config_from_flags()
   set_environment(role, single_threaded_xla)
   logging.set_verbosity(logging.WARNING)

@@ -32,6 +32,9 @@ _PR_SET_PDEATHSIG = 1
 # Status of a role that a signal ended early, told to its supervisor only.
 STOPPED_STATUS = 4
 
+# Environment variable that tells a supervised role its supervisor's pid.
+PARENT_PID = 'TUNIX_REVERB_PARENT_PID'
+
 # Set in a role that `die_with_parent` has tied to its parent.
 _supervisor_pid = 0
 
@@ -157,8 +160,8 @@ def exit_now(status: int) -> NoReturn:
 def die_with_parent(parent_pid: int) -> None:
   """Asks the kernel for SIGTERM when the parent `parent_pid` dies.
 
-  Runs in a child between fork and exec, too; the setting survives exec. The
-  signal comes when the *thread* that started the child ends.
+  If it is dead already, the signal comes at once. It comes, too, when the
+  *thread* that started the child ends.
   """
   global _supervisor_pid
   _supervisor_pid = parent_pid

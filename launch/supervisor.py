@@ -128,7 +128,9 @@ class Supervisor:
     self._log_dir = pathlib.Path(log_dir)
     self._say = say
     self._back_off = back_off
-    self._environ = {**os.environ, **(environ or {})}
+    # Not `preexec_fn`: it forks, which is not safe beside JAX's threads.
+    tie = {shutdown.PARENT_PID: str(os.getpid())}
+    self._environ = {**os.environ, **(environ or {}), **tie}
     self.outcome: Outcome | None = None
     self._troubles: list[str] = []
 
@@ -206,7 +208,6 @@ class Supervisor:
   def _spawn(self, process: _Process) -> None:
     spec = process.spec
     process.restart_at_s = None
-    parent_pid = os.getpid()
     with (self._log_dir / f'{spec.name}.log').open('ab') as log:
       _write_start_line(log)
       process.popen = subprocess.Popen(
@@ -216,7 +217,6 @@ class Supervisor:
         stderr=subprocess.STDOUT,
         env=self._environ,
         process_group=0,
-        preexec_fn=lambda: shutdown.die_with_parent(parent_pid),
       )
     process.starts += 1
     process.started_s = time.monotonic()

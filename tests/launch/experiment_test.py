@@ -23,9 +23,11 @@ pytestmark = pytest.mark.integration
 
 # Writes metrics like a role until it is told to stop.
 _ROLE = """
-import pathlib, signal, sys, time
+import os, pathlib, signal, sys, time
+from launch import shutdown
 from tunix_reverb.telemetry import logger
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+shutdown.die_with_parent(int(os.environ[shutdown.PARENT_PID]))
 metrics = logger.MetricLogger(pathlib.Path(sys.argv[1]), sys.argv[2])
 for step in range(1, int(sys.argv[3]) + 1):
   values = {values}

@@ -89,7 +89,7 @@ def test_given_flags_override_the_file(tmp_path):
 
 
 def test_the_run_directory_supplies_the_config(tmp_path):
-  config = flat.from_flat({'seed': 11, 'bucket_lengths': [50, 99]})
+  config = flat.from_flat({'seed': 11, 'bucket_lengths': [50, 100]})
   (tmp_path / 'config.json').write_text(flat.dumps(config))
   assert _parse(f'--run_dir={tmp_path}') == config
   other = _parse(f'--run_dir={tmp_path}', '--num_actors=1')

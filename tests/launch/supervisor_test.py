@@ -224,12 +224,19 @@ def test_children_of_a_role_end_with_it(supervise, tmp_path):
   assert not _wait_gone([child])
 
 
+# What every role does first when it is supervised.
+_TIED = (
+  'import os, time\n'
+  'from launch import shutdown\n'
+  'shutdown.die_with_parent(int(os.environ[shutdown.PARENT_PID]))\n'
+  'time.sleep(60)'
+)
 _SUPERVISOR = f"""
 import sys, time
 from launch import supervisor
 s = supervisor.Supervisor(
     [supervisor.ProcessSpec(
-        name=f'actor_{{i}}', command=[sys.executable, '-S', '-c', {_SLEEP!r}])
+        name=f'actor_{{i}}', command=[sys.executable, '-c', {_TIED!r}])
      for i in range(2)],
     log_dir=sys.argv[1])
 s.start()

@@ -16,6 +16,9 @@ from tunix_reverb import types
 from tunix_reverb.batching import buckets as buckets_lib
 from tunix_reverb.batching import placement
 
+# What must be pending, in batches, for first-fit to fill a batch with it.
+_FULL = 1.05
+
 # Columns with one entry per transition, copied to a segment's positions 0..T-1.
 _TRANSITION_COLUMNS = (
   'action',
@@ -150,7 +153,7 @@ class Packer:
       if bucket.length < oldest:
         continue
       fitting = int(positions[positions <= bucket.length].sum())
-      if fitting >= self._window * bucket.positions:
+      if fitting >= _FULL * bucket.positions:
         return bucket
     return self._buckets[-1]
 
