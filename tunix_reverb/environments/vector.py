@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+import operator
 from typing import Any
 
 import dm_env
@@ -105,7 +106,7 @@ class SynchronousVectorEnvironment(core.VectorEnvironment):
     step_types = fields[0]
     if step_types.count(_MID) != len(ids) or self._failures.failing:
       self._choose_next_calls(ids, step_types)
-    if ids == self._all_ids:
+    if ids is self._all_ids:
       environment_ids = self._environment_ids
     else:
       environment_ids = np.array(ids, np.int32)
@@ -114,17 +115,16 @@ class SynchronousVectorEnvironment(core.VectorEnvironment):
   def _step_all(self, ids: list[int], actions: list) -> list[tuple]:
     """Calls what is next for each of `ids`; replaces those that raise."""
     all_calls = self._calls
-    calls = [all_calls[i] for i in ids]
+    calls = all_calls if ids is self._all_ids else [all_calls[i] for i in ids]
     timesteps: list[tuple] = []
-    append = timesteps.append
     while True:
       done = len(timesteps)
       try:
-        for call, action in zip(calls[done:], actions[done:]):
-          append(call(action))
+        # `extend` keeps what came before an exception.
+        timesteps.extend(map(operator.call, calls[done:], actions[done:]))
         return timesteps
       except Exception as e:  # pylint: disable=broad-except
-        append(self._replace(ids[len(timesteps)], e))
+        timesteps.append(self._replace(ids[len(timesteps)], e))
 
   def _choose_next_calls(self, ids: list[int], step_types: tuple) -> None:
     """After LAST comes a reset, after FIRST a step."""
@@ -150,7 +150,10 @@ class SynchronousVectorEnvironment(core.VectorEnvironment):
   def send(self, action: types.Nest, environment_ids: np.ndarray) -> None:
     if self._closed:
       raise RuntimeError('send() was called after close()')
-    ids = environment_ids.tolist()
+    if environment_ids.size == len(self._all_ids):
+      ids = self._all_ids  # They come in ascending order.
+    else:
+      ids = environment_ids.tolist()
     if self._pending_ids and not set(ids).isdisjoint(self._pending_ids):
       raise ValueError(
         f'environment_ids ({ids}) must have come from recv() since they '
@@ -164,7 +167,7 @@ class SynchronousVectorEnvironment(core.VectorEnvironment):
         f'action (leading dim {len(actions)}) must have one row for each of '
         f'the {len(ids)} environment_ids'
       )
-    self._pending_ids += ids
+    self._pending_ids = self._pending_ids + ids if self._pending_ids else ids
     self._pending_actions += actions
 
   def close(self) -> None:
