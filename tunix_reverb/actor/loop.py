@@ -118,7 +118,7 @@ class ActorLoop:
     first = timestep.step_type == _FIRST
     with self.account.measure('act'):
       core_state = self._policy.core_state_before(ids, first)
-      output = self._policy.act(ids, timestep.observation, first)
+      output = self._choose(ids, timestep, first)
     with self.account.measure('adder'):
       self._record(ids, timestep, core_state, output)
       self.statistics.observe(ids, timestep)
@@ -141,6 +141,19 @@ class ActorLoop:
     newer = self._variables.get_variables(self._policy.policy_version + 1)
     if newer is not None:
       self._policy.set_variables(newer)
+
+  def _choose(
+    self, ids: np.ndarray, timestep: dm_env.TimeStep, first: np.ndarray
+  ) -> types.PolicyOutput:
+    """Asks the policy, unless every episode has ended: nobody acts then."""
+    if (
+      self._choice is not None
+      and ids.size == self._environment.num_environments
+      and np.count_nonzero(timestep.step_type == _LAST) == ids.size
+    ):
+      action, log_prob, _ = self._choice
+      return types.PolicyOutput(action, log_prob, core_state=())
+    return self._policy.act(ids, timestep.observation, first)
 
   def _record(
     self,
