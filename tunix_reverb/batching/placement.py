@@ -19,11 +19,6 @@ class Rows:
     self._length = length
     self._used = [0] * rows
 
-  @property
-  def positions_used(self) -> int:
-    """Positions taken over all rows."""
-    return sum(self._used)
-
   def place(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Places trajectories by first-fit decreasing; of a length, older first.
 

@@ -89,7 +89,6 @@ class TrajectoryAdder(core.VectorAdder):
     self._ended = _Ended()
     self._next_episode = 0
     self.items_total = 0
-    self.trajectories_total = 0
     self.given_up_total = 0
 
   def add(
@@ -194,7 +193,6 @@ class TrajectoryAdder(core.VectorAdder):
         self.given_up_total += item.lengths.size
         return
     self.items_total += 1
-    self.trajectories_total += item.lengths.size
 
 
 _FIRST = np.int32(dm_env.StepType.FIRST)
