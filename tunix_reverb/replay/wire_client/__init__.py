@@ -1,0 +1,1 @@
+"""Clients that speak the replay server's gRPC protocol, without dm-reverb."""
