@@ -14,8 +14,8 @@ import jax
 
 from tunix_reverb import core
 from tunix_reverb import types
+from tunix_reverb.actor import actor as actor_lib
 from tunix_reverb.actor import policy as policy_lib
-from tunix_reverb.actor import single
 from tunix_reverb.agents.vtrace import builder
 from tunix_reverb.agents.vtrace import config as config_lib
 from tunix_reverb.environments import factory
@@ -66,7 +66,7 @@ def main(num_episodes: int = 5) -> list[types.Trajectories]:
         item_age_s=config.actor.item_age_s,
       )
     )
-    actor = single.PolicyActor(
+    actor = actor_lib.PolicyActor(
       policy_lib.BatchedPolicy(agent.network, num_environments=1, seed=0),
       source,
       adder=adder,

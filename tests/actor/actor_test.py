@@ -7,8 +7,8 @@ import pytest
 from tunix_reverb import core
 from tunix_reverb import errors
 from tunix_reverb import types
+from tunix_reverb.actor import actor as actor_lib
 from tunix_reverb.actor import policy as policy_lib
-from tunix_reverb.actor import single
 from tunix_reverb.actor import test_utils
 from tunix_reverb.environments import factory
 from tunix_reverb.networks import policy_network
@@ -43,7 +43,7 @@ def _network(core='none'):
 
 def _actor(network, variables, adder, **kwargs):
   policy = policy_lib.BatchedPolicy(network, num_environments=1, seed=0)
-  return single.PolicyActor(policy, variables, adder=adder, **kwargs)
+  return actor_lib.PolicyActor(policy, variables, adder=adder, **kwargs)
 
 
 class TestPolicyActor(test_utils.ActorContract):
