@@ -7,6 +7,7 @@ the `subprocess_env` fixture instead, which carries none of it.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import threading
 import time
@@ -48,6 +49,16 @@ _KEPT_THREADS = (
   'metadata_store',  # orbax
   'ocdbt',
 )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+  """Skips what starts a replay server in this process, in the modern lane."""
+  if importlib.util.find_spec('reverb') is not None:
+    return
+  skip = pytest.mark.skip(reason='needs dm-reverb, which this lane is without')
+  for item in items:
+    if item.get_closest_marker('replay') is not None:
+      item.add_marker(skip)
 
 
 def _child_processes() -> dict[int, str]:

@@ -6,7 +6,6 @@ import time
 
 import numpy as np
 import pytest
-import reverb
 
 from tunix_reverb import errors
 from tunix_reverb import specs
@@ -296,6 +295,8 @@ def test_poison_items_are_counted_and_skipped(start_server, closing):
   """Items that pass the table's signature and contradict themselves."""
   server = start_server(tables.TableConfig(max_items=16))
   sampler = _sampler([server], closing)
+  import reverb
+
   client = reverb.Client(server.address)
   poison = [
     test_utils.item()._replace(lengths=np.array(lengths, np.int32))
