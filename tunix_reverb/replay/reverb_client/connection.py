@@ -10,10 +10,8 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable
 import ctypes
-import logging
 import math
 import threading
-import time
 from typing import Any
 from typing import TypeVar
 
@@ -23,6 +21,7 @@ from reverb.cc import schema_pb2
 
 from tunix_reverb import errors
 from tunix_reverb import specs
+from tunix_reverb.replay import health
 
 T = TypeVar('T')
 
@@ -164,53 +163,16 @@ def let_go(cpp_object: object) -> None:
   ctypes.pythonapi.Py_DecRef(ctypes.py_object(cpp_object))
 
 
-class HealthCheck:
-  """How long ago a server was last heard from; asks it when nobody else does.
-
-  A wait for a rate limiter and a wait for a dead server look alike from
-  within a C++ call. This tells them apart.
-  """
+class HealthCheck(health.HealthCheck):
+  """See base class; asks through a C++ client of its own."""
 
   def __init__(self, address: str, period_s: float = 1.0):
-    """Args: address: 'host:port'. period_s: silence before it is asked."""
-    self._address = address
-    self._period_s = period_s
-    self._heard_at_s = time.monotonic()
-    self._stop = threading.Event()
-    threading.Thread(
-      target=self._run, daemon=True, name=f'health of {address}'
-    ).start()
+    """See base class."""
+    self._client = connect(address)
+    super().__init__(address, period_s)
 
-  def heard(self) -> None:
-    """Notes that the server answered just now."""
-    self._heard_at_s = time.monotonic()
-
-  def silent_s(self) -> float:
-    """Seconds since the server was last heard from."""
-    return time.monotonic() - self._heard_at_s
-
-  def close(self) -> None:
-    """Ends the checks."""
-    self._stop.set()
-
-  def _run(self) -> None:
-    client = connect(self._address)
-    was_silent = False
-    while not self._stop.wait(self._period_s):
-      if self.silent_s() < self._period_s:
-        continue
-      try:
-        table_infos(client, _PROBE_TIMEOUT_S)
-      except STATUS_ERRORS:
-        if not was_silent and self.silent_s() > 3 * self._period_s:
-          was_silent = True
-          logging.warning(
-            'replay server %s has not answered for %.0f s',
-            self._address,
-            self.silent_s(),
-          )  # pyformat: skip
-        continue
-      self.heard()
-      if was_silent:
-        was_silent = False
-        logging.info('replay server %s answers again', self._address)
+  def _ask(self) -> None:
+    try:
+      table_infos(self._client, _PROBE_TIMEOUT_S)
+    except STATUS_ERRORS as e:
+      raise errors.ReplayUnavailableError(str(e)) from e
