@@ -9,6 +9,7 @@ from reverb.cc import schema_pb2
 
 from tunix_reverb import errors
 from tunix_reverb import types
+from tunix_reverb.replay import table_info
 from tunix_reverb.replay import tables
 from tunix_reverb.replay.reverb_client import connection
 
@@ -62,7 +63,7 @@ def describe(
     errors.ReplayUnavailableError: no answer within `timeout_s`.
   """
   infos = _ask(address, timeout_s)
-  return {name: _describe(info) for name, info in infos.items()}
+  return {name: table_info.describe(info) for name, info in infos.items()}
 
 
 def limiter_state(
@@ -74,7 +75,7 @@ def limiter_state(
     errors.ReplayUnavailableError: no answer within `timeout_s`.
   """
   infos = _ask(address, timeout_s)
-  return {name: _limiter_state(info) for name, info in infos.items()}
+  return {name: table_info.limiter_state(info) for name, info in infos.items()}
 
 
 def check_signature(
@@ -89,22 +90,9 @@ def check_signature(
     errors.SpecMismatchError: it differs; every difference is listed.
     errors.ReplayUnavailableError: no answer within `timeout_s`.
   """
-  served = describe(address, timeout_s)
-  if tables.TRAJECTORIES not in served:
-    raise errors.SpecMismatchError(
-      f'replay server {address} must serve a table {tables.TRAJECTORIES!r}; it '
-      f'serves {", ".join(sorted(served)) or "none"}: is it another program?'
-    )
-  lines = tables.differences(
-    tables.describe(table_config, columns),
-    served[tables.TRAJECTORIES],
-    'the server',
+  table_info.check_signature(
+    address, describe(address, timeout_s), columns, table_config
   )
-  if lines:
-    raise errors.SpecMismatchError(
-      f'this run and replay server {address} must agree: {"; ".join(lines)}. '
-      'Start every role with the same flags'
-    )
 
 
 def _ask(address: str, timeout_s: float) -> dict[str, schema_pb2.TableInfo]:
@@ -124,49 +112,4 @@ def _unavailable(
   return errors.ReplayUnavailableError(
     f'replay server {address} did not answer within {timeout_s:g} s; is it '
     'running, is the address right, and does no_proxy hold its host?'
-  )
-
-
-def _limiter_state(info: schema_pb2.TableInfo) -> tables.LimiterState:
-  limiter = info.rate_limiter_info
-  inserts = limiter.insert_stats.completed
-  samples = limiter.sample_stats.completed
-  ratio, min_size = limiter.samples_per_insert, limiter.min_size_to_sample
-  return tables.LimiterState(
-    current_size=info.current_size,
-    max_size=info.max_size,
-    inserts_completed=inserts,
-    samples_completed=samples,
-    # The limiter's own rules; what it knows of deletes is the table's size.
-    can_insert=(
-      info.current_size + 1 <= min_size
-      or (inserts + 1) * ratio - samples <= limiter.max_diff
-    ),
-    can_sample=(
-      info.current_size >= min_size
-      and inserts * ratio - samples - 1 >= limiter.min_diff
-    ),
-    inserts_blocked_s=info.table_worker_time.waiting_for_sampling_ms / 1000,
-    samples_blocked_s=info.table_worker_time.waiting_for_inserts_ms / 1000,
-  )
-
-
-def _describe(info: schema_pb2.TableInfo) -> tables.TableDescription:
-  limiter = info.rate_limiter_info
-  sampler = info.sampler_options
-  kind = sampler.WhichOneof('distribution') or 'unknown'
-  prioritised = kind == 'prioritized'
-  return tables.TableDescription(
-    name=info.name,
-    mode='queue' if info.max_times_sampled == 1 else 'replay',
-    sampler='prioritised' if prioritised else kind,
-    priority_exponent=(
-      sampler.prioritized.priority_exponent if prioritised else 0.0
-    ),
-    max_items=info.max_size,
-    min_items=limiter.min_size_to_sample,
-    samples_per_insert=limiter.samples_per_insert,
-    min_diff=limiter.min_diff,
-    max_diff=limiter.max_diff,
-    signature=connection.signature_of(info),
   )

@@ -15,12 +15,10 @@ import threading
 from typing import Any
 from typing import TypeVar
 
-import numpy as np
 from reverb import pybind
 from reverb.cc import schema_pb2
 
 from tunix_reverb import errors
-from tunix_reverb import specs
 from tunix_reverb.replay import health
 
 T = TypeVar('T')
@@ -125,26 +123,6 @@ def table_infos(
     answers = client.ServerInfo(max(1, math.ceil(timeout_s)))
   infos = (schema_pb2.TableInfo.FromString(answer) for answer in answers)
   return {info.name: info for info in infos}
-
-
-def signature_of(
-  info: schema_pb2.TableInfo,
-) -> dict[str, specs.ColumnSpec]:
-  """The table's signature by path; empty for a table without one."""
-  if not info.HasField('signature'):
-    return {}
-  # TensorFlow's codec knows the proto; the import is paid by describers only.
-  from tensorflow.python.saved_model import nested_structure_coder
-
-  decoded = nested_structure_coder.decode_proto(info.signature)
-  if not isinstance(decoded, dict):
-    decoded = {'': decoded}
-  return {
-    path: specs.ColumnSpec(
-      tuple(spec.shape.as_list()), np.dtype(spec.dtype.as_numpy_dtype)
-    )
-    for path, spec in decoded.items()
-  }
 
 
 def keep_alive(cpp_object: object) -> None:

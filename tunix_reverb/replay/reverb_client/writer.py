@@ -18,6 +18,7 @@ from tunix_reverb import core
 from tunix_reverb import errors
 from tunix_reverb import types
 from tunix_reverb.replay import columns as columns_lib
+from tunix_reverb.replay import table_info
 from tunix_reverb.replay import tables
 from tunix_reverb.replay.reverb_client import connection
 
@@ -215,10 +216,7 @@ class OfficialItemWriter(core.ItemWriter):
     client = connection.connect(self._address)
     infos = connection.table_infos(client, _CONNECT_TIMEOUT_S)
     if self._table not in infos:
-      raise errors.SpecMismatchError(
-        f'replay server {self._address} must serve a table {self._table!r}; '
-        f'it serves {", ".join(sorted(infos))}'
-      )
+      raise table_info.missing_table(self._address, self._table, infos)
     writer = client.NewWriter(
       chunk_length=1,
       max_timesteps=1,
