@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import dataclasses
+import sys
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,26 @@ from tunix_reverb import types
 # Names of the tables on every server.
 TRAJECTORIES = 'trajectories'
 VARIABLES = 'variables'
+POLICY_VERSION = 'policy_version'
+
+# Names of those that permits need besides; see `small_tables`.
+INDEX = 'index'
+ANNOUNCEMENTS = 'announcements'
+REMOVED = 'removed'
+PERMITS = 'permits'
+
+# What keeps inserts and samples in balance.
+LIMITER = 'limiter'
+PERMIT_BALANCE = 'permits'
+
+# `max_items` of a table that something other than its size keeps small: the
+# largest that Reverb takes.
+UNBOUNDED_ITEMS = (1 << 31) - 1
+# Limits on the balance that are never reached; Reverb's own "none".
+_NO_DIFF = sys.float_info.max
 
 # The flag that carries each fact, for messages a user can act on.
+_BALANCE_FLAG = 'admission'
 _FLAGS = {
   'mode': 'replay_mode',
   'sampler': 'sampler',
@@ -30,6 +49,8 @@ _FLAGS = {
   'samples_per_insert': 'samples_per_insert',
 }
 _TOLERANCE_FLAG = 'samples_per_insert_tolerance'
+# Facts that have no meaning where permits keep the balance.
+_LIMITER_FACTS = ('max_items', 'min_items', 'samples_per_insert')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +61,11 @@ class TableConfig:
     mode: 'queue' (each item once, oldest first; inserts wait when it is full)
       or 'replay' (items are sampled `samples_per_insert` times on average, and
       a full table evicts the item of the oldest policy).
+    balance: what keeps inserts and samples in balance: 'limiter', the table's
+      own, or 'permits', without which no trajectory is begun. Then the table
+      takes whatever comes and evicts nothing; items may be deleted by key, and
+      the tables that this needs are served too. `max_items` and
+      `samples_per_insert` have no meaning there.
     sampler: 'uniform' or 'prioritised', in replay mode. Prioritised samples in
       proportion to priority ** `priority_exponent`; the priority is the item's
       minimum `policy_version`, so that an item of version 0, from before the
@@ -53,6 +79,7 @@ class TableConfig:
   """
 
   mode: str = 'queue'
+  balance: str = LIMITER
   sampler: str = 'uniform'
   priority_exponent: float = 1.0
   max_items: int = 16
@@ -62,6 +89,7 @@ class TableConfig:
 
   def __post_init__(self) -> None:
     _require_choice('mode', self.mode, ('queue', 'replay'))
+    _require_choice('balance', self.balance, (LIMITER, PERMIT_BALANCE))
     _require_choice('sampler', self.sampler, ('uniform', 'prioritised'))
     for name in (
       'max_items',
@@ -76,7 +104,7 @@ class TableConfig:
       raise ValueError(
         f'priority_exponent ({self.priority_exponent}) must be >= 0'
       )
-    if self.min_items > self.max_items:
+    if self.balance == LIMITER and self.min_items > self.max_items:
       raise ValueError(
         f'min_items ({self.min_items}) must be <= max_items '
         f'({self.max_items}), or no sample is ever handed out'
@@ -87,9 +115,10 @@ class TableConfig:
 class TableDescription:
   """What a server serves as one table; facts only, in the words of the flags.
 
-  Fields that do not apply to the mode hold their neutral value (queue mode:
-  sampler 'fifo', ratio 1, `min_items` 1; no prioritised sampler: exponent 0),
-  so that two descriptions are equal exactly if the tables behave alike.
+  Fields that do not apply hold their neutral value (queue mode: sampler
+  'fifo', ratio 1, `min_items` 1; no prioritised sampler: exponent 0; balance by
+  permits: ratio 1, `max_items` unbounded, no limits), so that two descriptions
+  are equal exactly if the tables behave alike.
 
   Attributes:
     name: the table's name.
@@ -114,6 +143,11 @@ class TableDescription:
   min_diff: float
   max_diff: float
   signature: Mapping[str, specs.ColumnSpec]
+
+  @property
+  def balance(self) -> str:
+    """'limiter' or 'permits' (see `TableConfig`), as the limits tell."""
+    return PERMIT_BALANCE if self.max_diff >= _NO_DIFF else LIMITER
 
   def to_json(self) -> dict[str, Any]:
     """The record as JSON-able values; the inverse of `from_json`."""
@@ -173,20 +207,35 @@ def describe(
     config: the table's configuration.
     columns: `Trajectories` of `ColumnSpec`.
   """
-  signature = specs.flatten_columns(columns)
+  queue = config.mode == 'queue'
+  if queue:
+    sampler, exponent = 'fifo', 0.0
+  else:
+    sampler = config.sampler
+    exponent = config.priority_exponent if sampler == 'prioritised' else 0.0
+  max_items, min_items, ratio, min_diff, max_diff = _limits(config)
+  return TableDescription(
+    name=TRAJECTORIES,
+    mode=config.mode,
+    sampler=sampler,
+    priority_exponent=exponent,
+    max_items=max_items,
+    min_items=min_items,
+    samples_per_insert=ratio,
+    min_diff=min_diff,
+    max_diff=max_diff,
+    signature=specs.flatten_columns(columns),
+  )
+
+
+def _limits(config: TableConfig) -> tuple[int, int, float, float, float]:
+  """Largest and smallest size, ratio, lowest and highest difference."""
+  # A queue that kept its last `min_items - 1` could not be emptied.
+  min_items = 1 if config.mode == 'queue' else config.min_items
+  if config.balance == PERMIT_BALANCE:
+    return UNBOUNDED_ITEMS, min_items, 1.0, -_NO_DIFF, _NO_DIFF
   if config.mode == 'queue':
-    return TableDescription(
-      name=TRAJECTORIES,
-      mode='queue',
-      sampler='fifo',
-      priority_exponent=0.0,
-      max_items=config.max_items,
-      min_items=1,
-      samples_per_insert=1.0,
-      min_diff=0.0,
-      max_diff=float(config.max_items),
-      signature=signature,
-    )
+    return config.max_items, min_items, 1.0, 0.0, float(config.max_items)
   ratio = float(config.samples_per_insert)
   # Reverb refuses a buffer below max(1, ratio): it could block both sides.
   error_buffer = max(
@@ -194,19 +243,13 @@ def describe(
     1.0,
     ratio,
   )
-  offset = ratio * config.min_items
-  prioritised = config.sampler == 'prioritised'
-  return TableDescription(
-    name=TRAJECTORIES,
-    mode='replay',
-    sampler=config.sampler,
-    priority_exponent=config.priority_exponent if prioritised else 0.0,
-    max_items=config.max_items,
-    min_items=config.min_items,
-    samples_per_insert=ratio,
-    min_diff=offset - error_buffer,
-    max_diff=offset + error_buffer,
-    signature=signature,
+  offset = ratio * min_items
+  return (
+    config.max_items,
+    min_items,
+    ratio,
+    offset - error_buffer,
+    offset + error_buffer,
   )
 
 
@@ -221,7 +264,15 @@ def differences(
     their_name: who `theirs` is, such as 'the server'.
   """
   lines = []
-  for field, flag in _FLAGS.items():
+  facts = dict(_FLAGS)
+  if ours.balance != theirs.balance:
+    mine, other = (d.balance == PERMIT_BALANCE for d in (ours, theirs))
+    lines.append(
+      f'{_BALANCE_FLAG}: this run has {mine}, {their_name} has {other}'
+    )
+    for fact in _LIMITER_FACTS:
+      del facts[fact]
+  for field, flag in facts.items():
     a, b = getattr(ours, field), getattr(theirs, field)
     if a != b:
       lines.append(f'{flag}: this run has {a}, {their_name} has {b}')

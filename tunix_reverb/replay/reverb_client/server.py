@@ -22,6 +22,7 @@ from tunix_reverb import errors
 from tunix_reverb import specs
 from tunix_reverb import types
 from tunix_reverb.replay import checkpoints
+from tunix_reverb.replay import small_tables
 from tunix_reverb.replay import tables
 from tunix_reverb.replay.reverb_client import admin
 from tunix_reverb.replay.reverb_client import connection
@@ -34,7 +35,7 @@ _FIX_MISMATCH = (
 
 
 class ReplayServer:
-  """Serves the trajectory and the variable table of one shard.
+  """Serves the tables of one shard.
 
   Args:
     config: the trajectory table.
@@ -217,7 +218,14 @@ class ReplayServer:
   def _serve(self, checkpoint_root: pathlib.Path) -> reverb.Server:
     return connection.run_with_deadline(
       lambda: reverb.Server(
-        tables=[_trajectory_table(self._description), variables.make_table()],
+        tables=[
+          _trajectory_table(self._description),
+          variables.make_table(),
+          *map(
+            _small_table,
+            small_tables.make_small_tables(self._description.balance),
+          ),
+        ],
         port=self.port,
         checkpointer=checkpointers.DefaultCheckpointer(str(checkpoint_root)),
       ),
@@ -276,7 +284,9 @@ def _trajectory_table(description: tables.TableDescription) -> reverb.Table:
     ),
   }
   queue = description.mode == 'queue'
-  if queue:
+  if description.balance == tables.PERMIT_BALANCE:
+    limiter = reverb.rate_limiters.MinSize(description.min_items)
+  elif queue:
     limiter = reverb.rate_limiters.Queue(description.max_items)
   else:
     limiter = reverb.rate_limiters.SampleToInsertRatio(
@@ -295,6 +305,27 @@ def _trajectory_table(description: tables.TableDescription) -> reverb.Table:
       path: tf.TensorSpec(spec.shape, spec.dtype, name=path)
       for path, spec in description.signature.items()
     },
+  )
+
+
+def _small_table(table: small_tables.SmallTable) -> reverb.Table:
+  """One of the tables beside the trajectories, new and empty."""
+  samplers = {
+    'fifo': reverb.selectors.Fifo,
+    'min_heap': reverb.selectors.MinHeap,
+  }
+  return reverb.Table(
+    name=table.name,
+    sampler=samplers[table.sampler](),
+    remover=reverb.selectors.Fifo(),
+    max_size=table.max_items,
+    max_times_sampled=table.max_times_sampled,
+    rate_limiter=reverb.rate_limiters.MinSize(1),
+    # A list, for a dict would be read back in the order of its names.
+    signature=[
+      tf.TensorSpec(spec.shape, spec.dtype, name=name)
+      for name, spec in table.columns.items()
+    ],
   )
 
 

@@ -1,0 +1,106 @@
+"""What is told of trajectories without their data: entries and removals.
+
+Where permits keep the balance, whoever inserts an item inserts an `Entry` of
+it as well; the sweeper removes by entries what has become too old, and tells
+the learner by `Removal`s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tunix_reverb import specs
+from tunix_reverb.replay import small_tables
+
+
+class Entry(NamedTuple):
+  """One item of the trajectory table, which holds one trajectory.
+
+  Attributes:
+    key: the item's, and of its entries in `tables.INDEX` and
+      `tables.ANNOUNCEMENTS`.
+    policy_version: the trajectory's minimum; the priority of item and entries.
+    created_at_s: wall-clock seconds at the trajectory's first action.
+    permit_id: it was begun under.
+    length: transitions.
+  """
+
+  key: int
+  policy_version: int
+  created_at_s: float
+  permit_id: int
+  length: int
+
+
+class Removal(NamedTuple):
+  """One item that the sweeper removed from the trajectory table.
+
+  It may be told twice, and of an item that was sampled before it could be
+  removed: a reader who settles each permit once, at whatever comes first, the
+  trajectory or the removal, counts right. What is told is no longer in the
+  table, but a sampler may hold it still.
+
+  Attributes:
+    key: the item's.
+    permit_id: it was begun under.
+    length: transitions.
+    cause: a code of `staleness.bound.CAUSES`.
+  """
+
+  key: int
+  permit_id: int
+  length: int
+  cause: int
+
+
+def encode_entry(entry: Entry) -> list[np.ndarray]:
+  """The columns of an item of `tables.INDEX` and `tables.ANNOUNCEMENTS`."""
+  return [
+    np.array(value, spec.dtype)
+    for value, spec in zip(entry, small_tables.ENTRY_COLUMNS.values())
+  ]
+
+
+def decode_entry(columns: Sequence[np.ndarray]) -> Entry:
+  """Reads what `encode_entry` made; ValueError if it did not."""
+  _check(columns, small_tables.ENTRY_COLUMNS)
+  entry = Entry(*(column.item() for column in columns))
+  if not np.isfinite(entry.created_at_s):
+    raise ValueError(f'created_at_s ({entry.created_at_s}) must be finite')
+  return entry
+
+
+def encode_removals(removals: Sequence[Removal]) -> list[np.ndarray]:
+  """The columns of one item of `tables.REMOVED`; each is [N]."""
+  return [
+    np.array(values, spec.dtype)
+    for values, spec in zip(
+      zip(*removals), small_tables.REMOVED_COLUMNS.values()
+    )
+  ]
+
+
+def decode_removals(columns: Sequence[np.ndarray]) -> list[Removal]:
+  """Reads what `encode_removals` made; ValueError if it did not."""
+  _check(columns, small_tables.REMOVED_COLUMNS)
+  if len({column.size for column in columns}) > 1:
+    raise ValueError('the columns of a removal must be of one length')
+  return [Removal(*row) for row in zip(*(c.tolist() for c in columns))]
+
+
+def _check(
+  columns: Sequence[np.ndarray], expected: Mapping[str, specs.ColumnSpec]
+) -> None:
+  if len(columns) != len(expected):
+    raise ValueError(
+      f'an item of {len(columns)} columns must hold {", ".join(expected)}'
+    )
+  for column, (name, spec) in zip(columns, expected.items()):
+    if not spec.accepts(column):
+      raise ValueError(
+        f'column {name} ({column.dtype}{list(column.shape)}) must be {spec}'
+      )
