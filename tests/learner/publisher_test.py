@@ -81,13 +81,23 @@ def test_nobody_waits_and_the_newest_wins_while_one_is_under_way(make):
 
 
 def test_a_failure_reaches_the_learner_with_its_cause(make):
-  cause = errors.DeadlineExceededError('not confirmed')
+  cause = errors.ReplayUnavailableError('gone for good')
   _, publisher = make(error=cause)
   publisher.offer(_variables(1))
   publisher.wait(10.0)
   with pytest.raises(RuntimeError, match='publishing') as raised:
     assert publisher.idle
   assert raised.value.__cause__ is cause
+
+
+def test_an_unconfirmed_publish_is_left_to_the_sink(make):
+  sink, publisher = make(error=errors.DeadlineExceededError('not confirmed'))
+  for version in (1, 2):
+    publisher.offer(_variables(version))
+    assert publisher.wait(10.0)
+    assert publisher.idle
+    sink.error = None  # The server is back.
+  assert sink.versions == [2]
 
 
 def test_close_keeps_its_deadline_while_a_publish_hangs(make):

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 
 from tunix_reverb import core
+from tunix_reverb import errors
 from tunix_reverb import types
 
 
 class Publisher:
-  """Hands variables to a sink in a thread of its own, one at a time."""
+  """Hands variables to a sink in a thread of its own, one at a time.
+
+  A publish that is unconfirmed after `timeout_s` seconds is logged and left to
+  the sink, which keeps trying until newer variables come: a replay server that
+  is restarted gets them once it is back.
+  """
 
   def __init__(self, sink: core.VariableSink, *, timeout_s: float = 30.0):
-    """Publishes to `sink`; a publish unconfirmed after `timeout_s` fails."""
+    """Starts the thread, which publishes to `sink`."""
     self._sink = sink
     self._timeout_s = timeout_s
     self.publish_s = 0.0  # Seconds that the last publish took.
@@ -73,6 +80,9 @@ class Publisher:
       try:
         self._sink.publish(variables, self._timeout_s)
         self.publish_s = time.monotonic() - began_s
+      except errors.DeadlineExceededError as e:
+        self.publish_s = time.monotonic() - began_s
+        logging.warning('%s; training goes on', e)
       except BaseException as e:  # Raised again in the learner's thread.
         self._error = e
       finally:
