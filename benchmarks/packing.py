@@ -52,8 +52,10 @@ def _make_item(columns, rng, max_length: int):
   }  # fmt: skip
   per_trajectory = {
     name: zeros(n)(getattr(columns, name))
-    for name in ('created_at_s', 'actor_id', 'episode_id', 'truncated')
-  }
+    for name in (
+      'created_at_s', 'actor_id', 'episode_id', 'truncated', 'permit_id',
+    )
+  }  # fmt: skip
   return columns._replace(
     observation=tree.map_structure(zeros(total + n), columns.observation),
     core_state=tree.map_structure(zeros(n), columns.core_state),

@@ -48,6 +48,7 @@ def episodes(num: int, generator: np.random.Generator) -> types.Trajectories:
     actor_id=np.zeros(num, np.int32),
     episode_id=np.arange(num, dtype=np.int64),
     truncated=np.zeros(num, np.bool_),
+    permit_id=np.zeros(num, np.int64),
   )
 
 

@@ -99,6 +99,7 @@ def trajectories_spec(
     actor_id=column(np.int32),
     episode_id=column(np.int64),
     truncated=column(np.bool_),
+    permit_id=column(np.int64),
   )
 
 
@@ -110,6 +111,7 @@ def bytes_per_transition(columns: types.Trajectories) -> float:
     'actor_id',
     'episode_id',
     'truncated',
+    'permit_id',
     'core_state',
   )
   leaves = tree.flatten(

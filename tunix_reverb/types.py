@@ -54,6 +54,8 @@ class Trajectories(NamedTuple):
     episode_id: i64 [N], unique per episode and actor process.
     truncated: bool [N], True where the last timestep ended its episode with a
       discount above 0.
+    permit_id: i64 [N], the permit each trajectory was started under; 0 without
+      admission.
   """
 
   observation: Nest
@@ -69,6 +71,7 @@ class Trajectories(NamedTuple):
   actor_id: Any
   episode_id: Any
   truncated: Any
+  permit_id: Any
 
 
 class SampledItem(NamedTuple):
@@ -130,6 +133,7 @@ class Segments:
     length: i32 [N], transitions T (the segment takes T + 1 positions).
     policy_version: i32 [N], the trajectory's minimum version.
     created_at_s: f64 [N].
+    permit_id: i64 [N], 0 without admission.
   """
 
   row: np.ndarray
@@ -137,6 +141,7 @@ class Segments:
   length: np.ndarray
   policy_version: np.ndarray
   created_at_s: np.ndarray
+  permit_id: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)

@@ -53,6 +53,7 @@ def _item(lengths, first_id=0, version=3, created_at_s=0.0):
     actor_id=np.zeros(n, np.int32),
     episode_id=np.arange(n, dtype=np.int64),
     truncated=np.zeros(n, np.bool_),
+    permit_id=np.zeros(n, np.int64),
   )
 
 

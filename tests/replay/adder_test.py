@@ -328,3 +328,67 @@ def test_environment_adder_explains_misuse():
   single.add_first(dm_env.restart(np.float32(0)))
   with pytest.raises(ValueError, match='missing: log_prob, policy_version'):
     single.add(0, dm_env.termination(0.0, np.float32(0)), {})
+
+
+def _move(adder, environment, observation, step_type=1):
+  """One more timestep of one environment."""
+  zero = np.zeros(1, np.float32)
+  adder.add(
+    np.array([environment], np.int32),
+    action=np.zeros(1, np.uint8),
+    behaviour_log_prob=zero,
+    policy_version=np.ones(1, np.int32),
+    timestep=dm_env.TimeStep(
+      np.array([step_type], np.int32),
+      zero,
+      zero,
+      np.array([observation], np.float32),
+    ),
+  )
+
+
+def _lacks(adder, *ids):
+  return adder.lacks_permit(np.array(ids, np.int32)).tolist()
+
+
+def test_each_trajectory_takes_its_own_permit_along():
+  clock = _Clock()
+  adder, writer = _adder(length=2, num=2, clock=clock)
+  ids = np.arange(2, dtype=np.int32)
+  assert _lacks(adder, 0, 1) == [False, False], 'nothing has started'
+  _first(adder, ids, np.zeros(2, np.float32))
+  assert _lacks(adder, 0, 1) == [True, True]
+  clock.now_s = 170.0
+  adder.admit(ids[:1], np.array([2**40 + 5]))
+  assert _lacks(adder, 0, 1) == [False, True]
+  _move(adder, 0, 1.0)
+  _move(adder, 0, 2.0)
+  # A cut: the next unroll of the episode needs a permit of its own.
+  assert _lacks(adder, 0) == [True]
+  adder.admit(ids[:1], np.array([6]))
+  _move(adder, 0, 3.0, step_type=2)
+  assert _lacks(adder, 0) == [False], 'a reset needs none'
+  assert [item.permit_id.tolist() for item in writer.items] == [
+    [2**40 + 5],
+    [6],
+  ]
+  assert all(item.permit_id.dtype == np.int64 for item in writer.items)
+  # Age counts from the first action, not from the wait for it.
+  assert writer.items[0].created_at_s.tolist() == [170.0]
+
+
+def test_a_lost_trajectory_leaves_its_permit_to_the_next():
+  adder, writer = _adder(length=9, num=1)
+  ids = np.zeros(1, np.int32)
+  _first(adder, ids, np.zeros(1, np.float32))
+  adder.admit(ids, np.array([5]))
+  _move(adder, 0, 1.0)
+  adder.drop(ids)
+  _first(adder, ids, np.zeros(1, np.float32))
+  assert _lacks(adder, 0) == [False]
+  _move(adder, 0, 1.0)
+  _first(adder, ids, np.zeros(1, np.float32))  # An environment that failed.
+  _move(adder, 0, 1.0, step_type=2)
+  assert [item.permit_id.tolist() for item in writer.items] == [[5]]
+  _first(adder, ids, np.zeros(1, np.float32))
+  assert _lacks(adder, 0) == [True]

@@ -272,6 +272,7 @@ class _BatchBuilder:
         length=lengths,
         policy_version=minimum_versions(source)[index],
         created_at_s=source.created_at_s[index],
+        permit_id=source.permit_id[index],
       )
     )
 

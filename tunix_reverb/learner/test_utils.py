@@ -31,6 +31,7 @@ def trajectories(
   *,
   policy_version: int | Sequence[int] = 1,
   age_s: float | Sequence[float] = 0.0,
+  permit_id: int | Sequence[int] = 0,
   seed: int = 0,
 ) -> types.Trajectories:
   """An item of random trajectories of an environment with `SPEC`.
@@ -39,6 +40,7 @@ def trajectories(
     lengths: transitions of each, [N].
     policy_version: of each, [N] or one for all.
     age_s: of each, seconds, [N] or one for all.
+    permit_id: of each, [N] or one for all.
     seed: of observations, actions and rewards.
   """
   n, s = len(lengths), sum(lengths)
@@ -59,6 +61,7 @@ def trajectories(
     actor_id=np.zeros(n, np.int32),
     episode_id=np.arange(n, dtype=np.int64),
     truncated=np.zeros(n, np.bool_),
+    permit_id=np.broadcast_to(np.asarray(permit_id, np.int64), n),
   )
 
 

@@ -179,6 +179,26 @@ class TrajectoryAdder(core.VectorAdder):
     """Drops the unfinished trajectories of `environment_ids`, i32 [K]."""
     self._ring.close(environment_ids)
 
+  def lacks_permit(self, environment_ids: np.ndarray) -> np.ndarray:
+    """Where a trajectory waits for a permit before its first action, bool [K].
+
+    An environment keeps its permit until a trajectory has ended: one that was
+    dropped leaves it to the next.
+
+    Args:
+      environment_ids: i32 [K].
+    """
+    return self._ring.lacks_permit(environment_ids)
+
+  def admit(self, environment_ids: np.ndarray, permit_id: np.ndarray) -> None:
+    """Gives permits; the age of these trajectories counts from here.
+
+    Args:
+      environment_ids: i32 [K], all of which lack one.
+      permit_id: i64 [K].
+    """
+    self._ring.admit(environment_ids, permit_id, self._clock())
+
   def flush(self) -> None:
     """See base class."""
     self._steps_since_sent = 0
@@ -207,7 +227,8 @@ class _Ended:
   """Ended trajectories that still lie in the ring, in the order they ended.
 
   Each part is (environment ids, slot of the first timestep, transitions,
-  created_at_s, episode ids, truncated, *core states), all [n, ...].
+  created_at_s, episode ids, truncated, permit ids, *core states), all
+  [n, ...].
   """
 
   def __init__(self) -> None:
@@ -266,6 +287,7 @@ class _Ring:
     self._slot = np.zeros(num, np.int64)
     self._row: int | None = 0  # The slot of all, while they are at one slot.
     self._created_at_s = np.zeros(num)
+    self._permit_id = np.zeros(num, np.int64)
     self._observation = [block(s) for s in tree.flatten(columns.observation)]
     self._transitions = [
       block(getattr(columns, name)) for name in _TRANSITION_COLUMNS
@@ -287,6 +309,15 @@ class _Ring:
     self._created_at_s[ids] = now_s
     for to, values in zip(self._core_state, core_state):
       to[ids] = values
+
+  def lacks_permit(self, ids: np.ndarray) -> np.ndarray:
+    """Where a trajectory has started without one, bool [K]."""
+    return (self._size[ids] == 0) & (self._permit_id[ids] == 0)
+
+  def admit(self, ids: np.ndarray, permit_id: np.ndarray, now_s: float) -> None:
+    """Gives permits to the trajectories that have just started."""
+    self._permit_id[ids] = permit_id
+    self._created_at_s[ids] = now_s
 
   def append(
     self,
@@ -333,9 +364,14 @@ class _Ring:
   def describe(
     self, ids: np.ndarray, truncated: np.ndarray
   ) -> tuple[np.ndarray, ...]:
-    """Where the open trajectories of `ids` lie; see `_Ended`."""
+    """Where the open trajectories of `ids` lie; see `_Ended`.
+
+    They take their permits with them.
+    """
     size = self._size[ids]
     slot = self._slot[ids] if self._row is None else self._row
+    permit_id = self._permit_id[ids]
+    self._permit_id[ids] = 0
     return (
       ids,
       (slot - size) % self._slots,
@@ -343,12 +379,14 @@ class _Ring:
       self._created_at_s[ids],
       self.episode_id[ids],
       truncated,
+      permit_id,
       *(state[ids] for state in self._core_state),
     )
 
   def take(self, part: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Copies trajectories out: the leaves of a `Trajectories`, in order."""
-    ids, start, lengths, created_at_s, episode_id, truncated, *core = part
+    ids, start, lengths, *per_trajectory = part
+    created_at_s, episode_id, truncated, permit_id, *core = per_trajectory
     at = self._positions(ids, start, lengths)
     at_timesteps = self._positions(ids, start, lengths + 1)
     return [
@@ -361,6 +399,7 @@ class _Ring:
       np.full(ids.size, self._actor_id, np.int32),
       episode_id,
       truncated,
+      permit_id,
     ]
 
   def _positions(

@@ -275,6 +275,7 @@ def _split(items: list[types.Trajectories]) -> Iterator[dict[str, Any]]:
         'position': item.observation['position'][start + n : end + n + 1, 0],
         'core_state': item.core_state[0][n],
         'truncated': bool(item.truncated[n]),
+        'permit_id': int(item.permit_id[n]),
         'episode_id': int(item.episode_id[n]),
         **{
           name: getattr(item, name)[start:end]

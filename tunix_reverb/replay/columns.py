@@ -103,6 +103,7 @@ def inconsistency(item: types.Trajectories) -> str | None:
     'actor_id': n,
     'episode_id': n,
     'truncated': n,
+    'permit_id': n,
     'action': s,
     'reward': s,
     'discount': s,

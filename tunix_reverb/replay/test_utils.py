@@ -43,6 +43,7 @@ def columns(observation_size: int = 3) -> types.Trajectories:
     actor_id=column('int32'),
     episode_id=column('int64'),
     truncated=column('bool'),
+    permit_id=column('int64'),
   )
 
 
@@ -73,6 +74,7 @@ def item(
     actor_id=np.zeros(n, np.int32),
     episode_id=np.full(n, episode_id, np.int64),
     truncated=np.zeros(n, bool),
+    permit_id=np.arange(n, dtype=np.int64) + episode_id,
   )
 
 
