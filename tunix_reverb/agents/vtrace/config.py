@@ -15,6 +15,7 @@ import math
 from typing import Any
 
 from tunix_reverb import errors
+from tunix_reverb.replay import client_names
 
 
 def _field(default: Any, help_text: str, choices: tuple[str, ...] = ()) -> Any:
@@ -137,6 +138,13 @@ class ActorConfig:
 class ReplayConfig:
   """The replay server's tables."""
 
+  replay_client: str = _field(
+    client_names.DEFAULT,
+    'How actors, learner and evaluator speak to the replay server. wire: its '
+    'gRPC protocol, without dm-reverb and TensorFlow in the process; official: '
+    "dm-reverb's own client.",
+    client_names.CLIENTS,
+  )
   replay_mode: str = _field(
     'queue',
     'queue: each item is learnt once, oldest first; replay: items are '
