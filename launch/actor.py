@@ -35,6 +35,7 @@ def run_actor(context: app.RoleContext) -> int:
   actor_id = flags.FLAGS.actor_id
   address = addresses[actor_id % len(addresses)]
   agent = builder.make_agent_spec(config)
+  client = config.replay.replay_client
   clients.connect(
     [address],
     columns=agent.columns,
@@ -42,10 +43,13 @@ def run_actor(context: app.RoleContext) -> int:
     watchdog=watchdog,
     stop=stop,
     timeout_s=config.watchdog_s,
+    client=client,
   )
-  writer = clients.make_writer(address, columns=agent.columns)
+  writer = clients.make_writer(address, columns=agent.columns, client=client)
   variables = clients.make_variable_source(
-    addresses[0], period_s=config.actor.variable_update_period_s
+    addresses[0],
+    period_s=config.actor.variable_update_period_s,
+    client=client,
   )
   loop, adder, environment = builder.make_actor_loop(
     config,

@@ -87,7 +87,9 @@ def _follow(context, policy, evaluate) -> None:
     flags.FLAGS.replay_servers, context.run_dir
   )[0]
   period_s = context.config.evaluation.evaluation_period_s
-  variables = clients.make_variable_source(address, period_s=period_s)
+  variables = clients.make_variable_source(
+    address, period_s=period_s, client=context.config.replay.replay_client
+  )
   try:
     while not context.stop.is_set():
       with context.watchdog.waiting(

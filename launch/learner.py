@@ -34,6 +34,7 @@ def run_learner(context: app.RoleContext) -> int:
     flags.FLAGS.replay_servers, context.run_dir
   )
   agent = builder.make_agent_spec(config)
+  client = config.replay.replay_client
   with watchdog.waiting('learner waits for XLA to compile its updates'):
     parts = builder.make_learner_parts(config, agent)
   milestones.mark(f'compiled {len(parts.buckets)} buckets')
@@ -44,9 +45,14 @@ def run_learner(context: app.RoleContext) -> int:
     watchdog=watchdog,
     stop=stop,
     timeout_s=config.watchdog_s,
+    client=client,
   )
-  sampler = clients.make_sampler(addresses, columns=agent.columns)
-  sink = clients.make_variable_sink(addresses[0], run_dir=context.run_dir)
+  sampler = clients.make_sampler(
+    addresses, columns=agent.columns, client=client
+  )
+  sink = clients.make_variable_sink(
+    addresses[0], run_dir=context.run_dir, client=client
+  )
   publisher = publisher_lib.Publisher(sink)
   session = session_lib.LearnerSession(
     config,
@@ -59,7 +65,7 @@ def run_learner(context: app.RoleContext) -> int:
     milestones=milestones,
     compile_counter=compile_counter,
     run_dir=context.run_dir,
-    served_version=clients.served_version(addresses[0], stop),
+    served_version=clients.served_version(addresses[0], stop, client=client),
   )
   try:
     threading.Thread(

@@ -1,8 +1,8 @@
 """Makes a replay server and its clients; callers know no implementation.
 
-Everything is imported when it is made, so that importing this module loads
-neither Reverb nor TensorFlow. Another client, such as one that speaks gRPC by
-itself, would be chosen here.
+Two clients speak to a server, by the names in `client_names`. What one needs is
+imported when it is made: neither this module nor the wire client loads Reverb
+or TensorFlow.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
+import importlib
 import pathlib
 import threading
 import time
@@ -17,11 +18,22 @@ from typing import Any
 from typing import Protocol
 
 from tunix_reverb import core
+from tunix_reverb import errors
 from tunix_reverb import types
+from tunix_reverb.replay import client_names
 from tunix_reverb.replay import tables
 
 # For a server that answered a moment ago.
 _ANSWER_TIMEOUT_S = 10.0
+
+_PACKAGES = {
+  client_names.WIRE: 'wire_client',
+  client_names.OFFICIAL: 'reverb_client',
+}
+_CLASSES = {
+  client_names.WIRE: 'Wire',
+  client_names.OFFICIAL: 'Official',
+}
 
 
 def make_server(
@@ -34,9 +46,7 @@ def make_server(
   restore: bool = True,
 ) -> Any:
   """Starts a replay server; see `reverb_client.server.ReplayServer`."""
-  from tunix_reverb.replay.reverb_client import server
-
-  return server.ReplayServer(
+  return _module(client_names.OFFICIAL, 'server').ReplayServer(
     config=config,
     columns=columns,
     port=port,
@@ -47,44 +57,57 @@ def make_server(
 
 
 def make_writer(
-  address: str, *, columns: types.Trajectories, **kwargs: Any
+  address: str,
+  *,
+  columns: types.Trajectories,
+  client: str = client_names.DEFAULT,
+  **kwargs: Any,
 ) -> core.ItemWriter:
-  """An item writer; see `reverb_client.writer.OfficialItemWriter`."""
-  from tunix_reverb.replay.reverb_client import writer
-
-  return writer.OfficialItemWriter(address, columns=columns, **kwargs)
+  """An item writer; see `WireItemWriter` and `OfficialItemWriter`."""
+  return _class(client, 'writer', 'ItemWriter')(
+    address, columns=columns, **kwargs
+  )
 
 
 def make_sampler(
-  addresses: Sequence[str], *, columns: types.Trajectories, **kwargs: Any
+  addresses: Sequence[str],
+  *,
+  columns: types.Trajectories,
+  client: str = client_names.DEFAULT,
+  **kwargs: Any,
 ) -> core.ItemSampler:
-  """An item sampler; see `reverb_client.sampler.OfficialItemSampler`."""
-  from tunix_reverb.replay.reverb_client import sampler
-
-  return sampler.OfficialItemSampler(addresses, columns=columns, **kwargs)
+  """An item sampler; see `WireItemSampler` and `OfficialItemSampler`."""
+  return _class(client, 'sampler', 'ItemSampler')(
+    addresses, columns=columns, **kwargs
+  )
 
 
 def make_variable_sink(
-  address: str, *, run_dir: pathlib.Path | None = None, **kwargs: Any
+  address: str,
+  *,
+  run_dir: pathlib.Path | None = None,
+  client: str = client_names.DEFAULT,
+  **kwargs: Any,
 ) -> core.VariableSink:
-  """Where the learner publishes; see `ReverbVariableSink`.
+  """Where the learner publishes; see `variable_exchange.VariableSink`.
 
   Args:
     address: 'host:port' of the first replay server.
     run_dir: variables too large for the table go to `<run_dir>/variables`.
+    client: which client to use.
     **kwargs: of the sink.
   """
-  from tunix_reverb.replay.reverb_client import variables
-
   directory = run_dir / 'variables' if run_dir is not None else None
-  return variables.ReverbVariableSink(address, directory=directory, **kwargs)
+  return _module(client, 'variables').make_sink(
+    address, directory=directory, **kwargs
+  )
 
 
-def make_variable_source(address: str, **kwargs: Any) -> core.VariableSource:
-  """Where actors get variables; see `ReverbVariableSource`."""
-  from tunix_reverb.replay.reverb_client import variables
-
-  return variables.ReverbVariableSource(address, **kwargs)
+def make_variable_source(
+  address: str, *, client: str = client_names.DEFAULT, **kwargs: Any
+) -> core.VariableSource:
+  """Where actors get variables; see `variable_exchange.VariableSource`."""
+  return _module(client, 'variables').make_source(address, **kwargs)
 
 
 class _Watchdog(Protocol):
@@ -102,6 +125,7 @@ def connect(
   watchdog: _Watchdog,
   stop: threading.Event,
   timeout_s: float,
+  client: str = client_names.DEFAULT,
 ) -> None:
   """Waits for every server and refuses one that serves something else.
 
@@ -114,6 +138,7 @@ def connect(
     watchdog: names the waits.
     stop: ends them early.
     timeout_s: seconds to wait for each server.
+    client: which client to use.
 
   Raises:
     errors.SpecMismatchError: a server's table differs; everything is listed.
@@ -121,23 +146,34 @@ def connect(
   """
   for address in addresses:
     with watchdog.waiting(f'this role waits for replay server {address}'):
-      if not wait_for_server(address, timeout_s, stop):
+      if not wait_for_server(address, timeout_s, stop, client=client):
         return
       check_signature(
-        address, columns, table_config, min(timeout_s, _ANSWER_TIMEOUT_S)
+        address,
+        columns,
+        table_config,
+        min(timeout_s, _ANSWER_TIMEOUT_S),
+        client=client,
       )
 
 
 def wait_for_server(
-  address: str, timeout_s: float, stop: threading.Event | None = None
+  address: str,
+  timeout_s: float,
+  stop: threading.Event | None = None,
+  *,
+  client: str = client_names.DEFAULT,
 ) -> bool:
-  """See `reverb_client.admin.wait_for_server`."""
-  from tunix_reverb.replay.reverb_client import admin
-
-  return admin.wait_for_server(address, timeout_s, stop)
+  """See `wire_client.admin.wait_for_server`."""
+  return _module(client, 'admin').wait_for_server(address, timeout_s, stop)
 
 
-def served_version(address: str, stop: threading.Event) -> int:
+def served_version(
+  address: str,
+  stop: threading.Event,
+  *,
+  client: str = client_names.DEFAULT,
+) -> int:
   """The version of the variables that a server holds; 0 if it has none.
 
   Gives up early, with 0, when `stop` is set.
@@ -145,10 +181,10 @@ def served_version(address: str, stop: threading.Event) -> int:
   Raises:
     errors.ReplayUnavailableError: the server does not answer.
   """
-  state = limiter_state(address, _ANSWER_TIMEOUT_S)[tables.VARIABLES]
-  if not state.current_size:
+  state = limiter_state(address, _ANSWER_TIMEOUT_S, client=client)
+  if not state[tables.VARIABLES].current_size:
     return 0
-  source = make_variable_source(address)
+  source = make_variable_source(address, client=client)
   try:
     deadline_s = time.monotonic() + _ANSWER_TIMEOUT_S
     while not stop.is_set() and time.monotonic() < deadline_s:
@@ -161,21 +197,17 @@ def served_version(address: str, stop: threading.Event) -> int:
 
 
 def describe(
-  address: str, timeout_s: float
+  address: str, timeout_s: float, *, client: str = client_names.DEFAULT
 ) -> Mapping[str, tables.TableDescription]:
-  """See `reverb_client.admin.describe`."""
-  from tunix_reverb.replay.reverb_client import admin
-
-  return admin.describe(address, timeout_s)
+  """See `wire_client.admin.describe`."""
+  return _module(client, 'admin').describe(address, timeout_s)
 
 
 def limiter_state(
-  address: str, timeout_s: float
+  address: str, timeout_s: float, *, client: str = client_names.DEFAULT
 ) -> Mapping[str, tables.LimiterState]:
-  """See `reverb_client.admin.limiter_state`."""
-  from tunix_reverb.replay.reverb_client import admin
-
-  return admin.limiter_state(address, timeout_s)
+  """See `wire_client.admin.limiter_state`."""
+  return _module(client, 'admin').limiter_state(address, timeout_s)
 
 
 def check_signature(
@@ -183,8 +215,39 @@ def check_signature(
   columns: types.Trajectories,
   table_config: tables.TableConfig,
   timeout_s: float,
+  *,
+  client: str = client_names.DEFAULT,
 ) -> None:
-  """See `reverb_client.admin.check_signature`."""
-  from tunix_reverb.replay.reverb_client import admin
+  """See `wire_client.admin.check_signature`."""
+  _module(client, 'admin').check_signature(
+    address, columns, table_config, timeout_s
+  )
 
-  admin.check_signature(address, columns, table_config, timeout_s)
+
+def _class(client: str, module: str, name: str) -> Any:
+  return getattr(_module(client, module), _CLASSES.get(client, '') + name)
+
+
+def _module(client: str, name: str) -> Any:
+  """A module of a client's package.
+
+  Raises:
+    ValueError: there is no such client.
+    errors.MissingExtraError: dm-reverb is not installed.
+  """
+  if client not in _PACKAGES:
+    raise ValueError(
+      f'client ({client!r}) must be one of {", ".join(client_names.CLIENTS)}'
+    )
+  try:
+    return importlib.import_module(
+      f'tunix_reverb.replay.{_PACKAGES[client]}.{name}'
+    )
+  except ModuleNotFoundError as e:
+    if e.name not in ('reverb', 'tensorflow'):
+      raise
+    raise errors.MissingExtraError(
+      'the replay server and --replay_client=official need dm-reverb, which '
+      'only Python 3.11 or older on x86-64 Linux can have: install '
+      'tunix_reverb[reverb]'
+    ) from e
