@@ -31,3 +31,16 @@ class NonFiniteError(RuntimeError):
 
 class ReplayUnavailableError(RuntimeError):
   """The replay server stopped answering within its deadline."""
+
+
+class PoisonItemError(ValueError):
+  """An item from a replay server that cannot be read.
+
+  Attributes:
+    key: of the item, by which it can be deleted; None if that is not known.
+  """
+
+  def __init__(self, message: str, *, key: int | None):
+    """Args: message: names the item and what is wrong. key: of the item."""
+    super().__init__(message)
+    self.key = key
