@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import fcntl
@@ -19,6 +21,7 @@ import time
 from typing import Any
 from typing import IO
 
+from launch import interpreters as interpreters_lib
 from launch import supervisor as supervisor_lib
 from launch import topology
 from tunix_reverb import errors
@@ -121,14 +124,25 @@ def make_specs(
   run_dir: pathlib.Path,
   ports: Sequence[int],
   *,
+  interpreters: Mapping[str, Sequence[str]] | None = None,
   replay_restore: str = 'auto',
 ) -> list[supervisor_lib.ProcessSpec]:
-  """The table of processes of one run."""
-  servers = ','.join(f'localhost:{port}' for port in ports)
+  """The table of processes of one run.
+
+  Args:
+    config: of the run.
+    run_dir: of the run.
+    ports: one per replay server.
+    interpreters: by kind of role, how to start Python; None for this one.
+    replay_restore: of the servers' first start; a restart always goes on from
+      the latest checkpoint.
+  """
+  servers = '--replay_servers=' + ','.join(f'localhost:{p}' for p in ports)
+  this = interpreters_lib.command(sys.executable)
 
   def command(role: str, *flags: str) -> list[str]:
     return [
-      *_interpreter(sys.executable),
+      *(interpreters or {}).get(role, this),
       '-m',
       f'launch.{role}',
       f'--run_dir={run_dir}',
@@ -136,32 +150,33 @@ def make_specs(
       *flags,
     ]
 
-  specs = [
-    supervisor_lib.ProcessSpec(
-      name=f'{metrics.REPLAY_SERVER}_{i}',
-      command=command(
-        'replay_server',
-        f'--server_index={i}',
-        f'--port={port}',
-        f'--replay_restore={replay_restore}',
-      ),
-      stop_last=True,
+  specs = []
+  for i, port in enumerate(ports):
+    restart = command(
+      metrics.REPLAY_SERVER, f'--server_index={i}', f'--port={port}'
     )
-    for i, port in enumerate(ports)
-  ]
+    specs.append(
+      supervisor_lib.ProcessSpec(
+        name=f'{metrics.REPLAY_SERVER}_{i}',
+        command=[*restart, f'--replay_restore={replay_restore}'],
+        restart_command=restart,
+        restart=True,
+        saves=True,
+        stop_last=True,
+      )
+    )
   specs.append(
     supervisor_lib.ProcessSpec(
       name=metrics.LEARNER,
-      command=command('learner', f'--replay_servers={servers}'),
+      command=command(metrics.LEARNER, servers),
+      saves=True,
       completes=True,
     )
   )
   specs += [
     supervisor_lib.ProcessSpec(
       name=f'{metrics.ACTOR}_{i}',
-      command=command(
-        'actor', f'--actor_id={i}', f'--replay_servers={servers}'
-      ),
+      command=command(metrics.ACTOR, f'--actor_id={i}', servers),
       restart=True,
     )
     for i in range(config.actor.num_actors)
@@ -170,7 +185,7 @@ def make_specs(
     specs.append(
       supervisor_lib.ProcessSpec(
         name=metrics.EVALUATOR,
-        command=command('evaluator', f'--replay_servers={servers}'),
+        command=command(metrics.EVALUATOR, servers),
         restart=True,
       )
     )
@@ -208,6 +223,29 @@ class SolvedCheck:
     return False
 
 
+class Progress:
+  """Tells from new rows of metrics which processes do useful work.
+
+  A row is enough, but for a replay server: it reports from the moment it
+  serves, and one that dies of its first sample would be restarted for ever.
+  """
+
+  def __init__(self) -> None:
+    self._samples: dict[str, float] = {}
+
+  def update(self, rows: Iterable[reader_lib.Row]) -> set[str]:
+    """Takes in new rows; returns the names of the processes."""
+    return {row.role for row in rows if self._is_progress(row)}
+
+  def _is_progress(self, row: reader_lib.Row) -> bool:
+    if not row.role.startswith(metrics.REPLAY_SERVER):
+      return True
+    samples = row.values.get('samples_total', 0.0)
+    before = self._samples.get(row.role, 0.0)
+    self._samples[row.role] = samples
+    return samples > before
+
+
 @dataclasses.dataclass
 class Experiment:
   """Runs the processes until the run is over, and accounts for it.
@@ -219,6 +257,7 @@ class Experiment:
     stop: ends the run when set.
     progress: called several times a second.
     resumed: whether the run directory holds an earlier part of the run.
+    resume_flags: what the command to resume needs besides the directory.
     interactive: panel or lines; None asks the terminal.
   """
 
@@ -228,6 +267,7 @@ class Experiment:
   stop: threading.Event
   progress: Callable[[], None] = lambda: None
   resumed: bool = False
+  resume_flags: str = ''
   interactive: bool | None = None
 
   def run(self) -> int:
@@ -281,13 +321,14 @@ class Experiment:
     evaluation = self.config.evaluation
     solved = SolvedCheck(evaluation.solved_return, evaluation.hold_s)
     last = _LastEvaluation(self.config, console.say)
+    progress = Progress()
     began_s = time.time()
     end_s = time.monotonic() + (evaluation.max_run_s or math.inf)
     while True:
       self.progress()
       outcome = supervisor.poll()
       rows = reader.poll()
-      for role in {row.role for row in rows}:
+      for role in progress.update(rows):
         supervisor.note_progress(role)
       state.update(rows)
       if not state.has_learnt:
@@ -316,7 +357,8 @@ class Experiment:
       return
     python, run_dir = _python(), shlex.quote(str(self.run_dir))
     print(
-      f'Resume:   {python} -m launch.local --run_dir={run_dir} --resume\n'
+      f'Resume:   {python} -m launch.local --run_dir={run_dir} --resume'
+      f'{self.resume_flags}\n'
       f'Evaluate: {python} -m launch.evaluator --checkpoint={run_dir}',
       flush=True,
     )
@@ -384,9 +426,4 @@ def _python() -> str:
   """This interpreter as one would type it here."""
   relative = os.path.relpath(sys.executable)
   path = sys.executable if relative.startswith('..') else relative
-  return shlex.join(_interpreter(path))
-
-
-def _interpreter(path: str) -> list[str]:
-  """`path` with the option that decides between checkout and installation."""
-  return [path, '-P'] if sys.flags.safe_path else [path]
+  return shlex.join(interpreters_lib.command(path))

@@ -2,12 +2,12 @@
 
   python -m launch.local --environment=catch --solved_return=0.95
 
-Starts replay servers, learner, actors and evaluator, restarts an actor or
-evaluator that dies, shows the progress, and stops all of them within 10 s at
-the end, at Ctrl-C, or when the learner or a server dies. A SIGTERM to the
-learner alone ends the run in order, too. Exit status: 0; 1 if something failed,
-a last checkpoint could not be written, or a solved_return that was set has not
-been reached; 2 for a mistake in flags or environment.
+Starts replay servers, learner, actors and evaluator, restarts a server, actor
+or evaluator that dies, shows the progress, and stops all of them within 10 s at
+the end, at Ctrl-C, or when the learner dies. A SIGTERM to the learner alone
+ends the run in order, too. Exit status: 0; 1 if something failed, a last
+checkpoint could not be written, or a solved_return that was set has not been
+reached; 2 for a mistake in flags or environment.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from absl import flags as absl_flags
 from launch import app
 from launch import experiment
 from launch import flags
+from launch import interpreters
 from launch import topology
 from tunix_reverb import errors
 
@@ -30,6 +31,7 @@ absl_flags.DEFINE_boolean(
   'change its config.',
 )
 flags.define_replay_restore_flag()
+interpreters.define_flags()
 
 
 def run_local(context: app.RoleContext) -> int:
@@ -45,6 +47,10 @@ def run_local(context: app.RoleContext) -> int:
     )
   if resume and context.run_dir is None:
     raise errors.UserError('resume (True) must come with --run_dir')
+  named = interpreters.given()
+  commands = interpreters.resolve(
+    named, replay_client=getattr(config.replay, 'replay_client', 'official')
+  )
   run_dir = context.run_dir or experiment.default_run_dir(config.environment)
   is_new = not run_dir.exists()
   lock = experiment.prepare_run_dir(run_dir, config, resume=resume)
@@ -62,11 +68,16 @@ def run_local(context: app.RoleContext) -> int:
       config=config,
       run_dir=pathlib.Path(run_dir),
       specs=experiment.make_specs(
-        config, run_dir, ports, replay_restore=flags.FLAGS.replay_restore
+        config,
+        run_dir,
+        ports,
+        interpreters=commands,
+        replay_restore=flags.FLAGS.replay_restore,
       ),
       stop=context.stop,
       progress=context.watchdog.progress,
       resumed=resume,
+      resume_flags=interpreters.as_flags(named),
     ).run()
     if status == 2 and not resume and not experiment.has_begun(run_dir):
       experiment.give_up_run_dir(run_dir, is_new=is_new)

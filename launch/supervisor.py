@@ -34,6 +34,8 @@ class ProcessSpec:
     name: such as `actor_0`; also the name of its log file.
     command: program and arguments.
     restart: whether its death is mended by a restart; if not, it ends the run.
+    restart_command: program and arguments of a restart; empty for `command`.
+    saves: whether it saves what it holds when told to stop; a failure is told.
     completes: whether its exit with status 0 is the orderly end of the run.
     stop_last: told to stop only when the others have ended.
   """
@@ -41,6 +43,8 @@ class ProcessSpec:
   name: str
   command: Sequence[str]
   restart: bool = False
+  restart_command: Sequence[str] = ()
+  saves: bool = False
   completes: bool = False
   stop_last: bool = False
 
@@ -208,10 +212,13 @@ class Supervisor:
   def _spawn(self, process: _Process) -> None:
     spec = process.spec
     process.restart_at_s = None
+    command = spec.command
+    if process.starts and spec.restart_command:
+      command = spec.restart_command
     with (self._log_dir / f'{spec.name}.log').open('ab') as log:
       _write_start_line(log)
       process.popen = subprocess.Popen(
-        spec.command,
+        command,
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
@@ -298,7 +305,7 @@ class Supervisor:
   def _note_end(self, process: _Process) -> None:
     """Notes how a process ended that was told to stop."""
     spec, status = process.spec, process.popen.returncode
-    if status > 0 and status != shutdown.STOPPED_STATUS and not spec.restart:
+    if spec.saves and status > 0 and status != shutdown.STOPPED_STATUS:
       self._troubles.append(
         f'{spec.name} ended ({describe_status(status)}){self._told(spec.name)}'
       )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 import threading
 import time
 
@@ -153,6 +154,23 @@ def dtype_promotion(request: pytest.FixtureRequest):
   jax.config.update('jax_numpy_dtype_promotion', 'standard')
   yield
   jax.config.update('jax_numpy_dtype_promotion', 'strict')
+
+
+@pytest.fixture(scope='session')
+def server_python() -> str:
+  """The interpreter for a replay server in a process of its own.
+
+  In the modern lane, which cannot serve, `make` names that of the other lane.
+  """
+  if importlib.util.find_spec('reverb') is not None:
+    return sys.executable
+  named = os.environ.get('TUNIX_REVERB_SERVER_PYTHON')
+  if not named:
+    pytest.skip(
+      'dm-reverb is missing, and TUNIX_REVERB_SERVER_PYTHON does not name an '
+      'interpreter that has it'
+    )
+  return named
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ scenario that asks many things of few runs.
 
 from __future__ import annotations
 
+import importlib.util
 import pathlib
 import subprocess
 import sys
@@ -18,11 +19,23 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 import binaries
 
+_HAS_REVERB = importlib.util.find_spec('reverb') is not None
+
+
+def _command(name, flags, server_python) -> list[str]:
+  """How the user of this lane starts `launch.<name>`."""
+  python = server_python() if name == 'replay_server' else sys.executable
+  command = [python, '-m', f'launch.{name}', *flags]
+  if name == 'local' and not _HAS_REVERB and '--help' not in flags:
+    command.append(f'--replay_server_python={server_python()}')
+  return command
+
 
 @pytest.fixture
-def start(subprocess_env, tmp_path):
+def start(subprocess_env, tmp_path, request):
   """Starts `launch.<name>` with flags; kills what is left after the test."""
   started = []
+  server_python = lambda: request.getfixturevalue('server_python')
 
   def _start(name, *flags, env=None, command=None) -> binaries.Process:
     directory = tmp_path / f'process_{len(started)}'
@@ -32,7 +45,7 @@ def start(subprocess_env, tmp_path):
       (directory / 'err').open('w') as err,
     ):
       popen = subprocess.Popen(
-        command or [sys.executable, '-m', f'launch.{name}', *flags],
+        command or _command(name, flags, server_python),
         env=subprocess_env | (env or {}),
         cwd=tmp_path,
         stdin=subprocess.DEVNULL,

@@ -18,7 +18,14 @@ _OWN_FLAGS = {
   'check_environment': {'environment', 'num_steps', 'seed'},
   'evaluator': _ROLE | {'checkpoint'},
   'learner': _ROLE,
-  'local': _ROLE | {'resume', 'replay_restore'},
+  'local': _ROLE
+  | {'resume', 'replay_restore'}
+  | {
+    'replay_server_python',
+    'learner_python',
+    'actor_python',
+    'evaluator_python',
+  },
   'replay_server': _ROLE | {'server_index', 'port', 'replay_restore'},
 }
 

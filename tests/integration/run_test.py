@@ -178,6 +178,50 @@ def test_killed_roles(start, tmp_path):
   assert _last_version(run_dir) > published
 
 
+def test_a_killed_replay_server_comes_back(start, tmp_path):
+  """From its checkpoint, on its port; the other roles live through it."""
+  run_dir = tmp_path / 'run'
+  local = start(
+    'local',
+    *_SMALL,
+    '--run_dir=run',
+    '--num_actors=1',
+    '--evaluation_period_s=0.5',
+    '--replay_checkpoint_period_s=1',
+  )
+  retained = run_dir / 'checkpoints' / 'replay_server_0' / 'retained'
+  step = lambda: binaries.last(run_dir, 'learner', 'learner_step', 0)
+  evaluated = lambda: binaries.last(run_dir, 'evaluator', 'policy_version', 0)
+  binaries.wait_until(evaluated, local, 90)
+  binaries.wait_until(
+    lambda: retained.exists() and any(retained.iterdir()), local
+  )
+  before = local.children()
+  before['replay_server_0'].kill()
+  binaries.wait_until(
+    lambda: (
+      'replay_server_0 died (killed by SIGKILL); restart in 1 s' in local.out
+    ),
+    local,
+  )
+  milestones = run_dir / 'milestones.jsonl'
+  binaries.wait_until(lambda: 'restored' in milestones.read_text(), local)
+  known_step, known_version = step(), evaluated()
+  binaries.wait_until(lambda: step() > known_step + 20, local, 90)
+  binaries.wait_until(lambda: evaluated() > known_version, local)
+
+  after = local.children()
+  server = before.pop('replay_server_0'), after.pop('replay_server_0')
+  assert server[0].pid != server[1].pid
+  assert {r: p.pid for r, p in after.items()} == {
+    r: p.pid for r, p in before.items()
+  }
+  assert local.stop(signal.SIGINT) == 0, local.err
+  assert local.err == ''
+  summary = json.loads((run_dir / 'summary.json').read_text())
+  assert summary['restarts'] == {'replay_server_0': 1}
+
+
 def _last_version(run_dir):
   return binaries.last(run_dir, 'learner', 'policy_version')
 

@@ -17,6 +17,7 @@ from launch import topology
 from tunix_reverb import errors
 from tunix_reverb.agents.vtrace import config as config_lib
 from tunix_reverb.agents.vtrace import flat
+from tunix_reverb.telemetry import reader
 from tunix_reverb.telemetry import run_state
 
 pytestmark = pytest.mark.integration
@@ -281,11 +282,11 @@ def test_the_table_of_processes_follows_the_config(tmp_path):
     'actor_2',
     'evaluator',
   ]
-  assert [n for n, s in specs.items() if s.restart] == [
-    'actor_0',
-    'actor_1',
-    'actor_2',
-    'evaluator',
+  assert [n for n, s in specs.items() if not s.restart] == ['learner']
+  assert [n for n, s in specs.items() if s.saves] == [
+    'replay_server_0',
+    'replay_server_1',
+    'learner',
   ]
   assert [n for n, s in specs.items() if s.stop_last] == [
     'replay_server_0',
@@ -296,10 +297,43 @@ def test_the_table_of_processes_follows_the_config(tmp_path):
     config, tmp_path, ports[:1], replay_restore='discard'
   )[:1]
   assert '--replay_restore=discard' in server.command
+  # Else a restart would throw away what the server has saved since.
+  assert server.restart_command == server.command[:-1]
   none = flat.from_flat({'evaluation_period_s': 0.0})
   assert 'evaluator' not in [
     s.name for s in experiment.make_specs(none, tmp_path, ports[:1])
   ]
+
+
+def test_each_kind_of_role_runs_on_its_interpreter(tmp_path):
+  config = flat.from_flat({'num_actors': 2})
+  specs = experiment.make_specs(
+    config, tmp_path, [1], interpreters={'replay_server': ['a'], 'actor': ['b']}
+  )
+  pythons = {s.name: s.command[0] for s in specs}
+  assert pythons == {
+    'replay_server_0': 'a',
+    'learner': sys.executable,
+    'actor_0': 'b',
+    'actor_1': 'b',
+    'evaluator': sys.executable,
+  }
+  assert specs[0].restart_command[0] == 'a'
+
+
+def test_a_replay_server_makes_progress_when_it_is_sampled_from():
+  progress = experiment.Progress()
+
+  def report(role, **values):
+    return progress.update([reader.Row(0.0, role, 1, values)])
+
+  assert report('actor_0') == {'actor_0'}
+  assert report('replay_server_0', samples_total=0.0) == set()
+  assert report('replay_server_0', samples_total=5.0) == {'replay_server_0'}
+  assert report('replay_server_1', samples_total=5.0) == {'replay_server_1'}
+  # It died and came back from its checkpoint.
+  assert report('replay_server_0', samples_total=3.0) == set()
+  assert report('replay_server_0', samples_total=4.0) == {'replay_server_0'}
 
 
 def test_topology_round_trips_and_says_what_is_wrong(tmp_path):
@@ -322,7 +356,7 @@ def test_topology_round_trips_and_says_what_is_wrong(tmp_path):
 # are put in the place of the roles.
 _LOCAL = f"""
 import pathlib, sys
-from launch import experiment, local, supervisor
+from launch import experiment, interpreters, local, supervisor
 roles = {{'learner': {_LEARNER!r}, 'evaluator': {_EVALUATOR!r}}}
 def make_specs(config, run_dir, ports, **flags):
   return [supervisor.ProcessSpec(
@@ -330,6 +364,7 @@ def make_specs(config, run_dir, ports, **flags):
       command=[sys.executable, '-c', code, str(run_dir), name, '999'])
       for name, code in roles.items()]
 experiment.make_specs = make_specs
+interpreters.resolve = lambda *_, **__: None
 local.main()
 """
 

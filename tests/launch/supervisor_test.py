@@ -140,6 +140,42 @@ def test_a_users_mistake_is_not_retried(supervise):
   assert 'error: bad flag' in supervisor.outcome.detail
 
 
+def test_a_restart_may_have_a_command_of_its_own(supervise, tmp_path):
+  again = [sys.executable, '-S', '-c', _SLEEP.replace('up', 'again')]
+  supervisor, _ = supervise(
+    _spec('replay_server_0', _SLEEP, restart=True, restart_command=again)
+  )
+  log = tmp_path / 'replay_server_0.log'
+  for _ in range(2):
+    _wait_for_log(log, 'up')
+    os.kill(_pids(supervisor)['replay_server_0'], signal.SIGKILL)
+    _poll_until(
+      supervisor, lambda: supervisor.statuses()[0].state == 'waiting to restart'
+    )
+    _poll_until(supervisor, lambda: supervisor.statuses()[0].state == 'running')
+  _wait_for_log(log, 'again')
+  assert log.read_text().count('up') == 1
+
+
+@pytest.mark.parametrize('saves', [True, False])
+def test_a_failure_to_save_at_the_end_is_told(supervise, tmp_path, saves):
+  code = (
+    'import signal, sys, time\n'
+    'def end(*_):\n'
+    '  print("error: no space", flush=True)\n'
+    '  sys.exit(1)\n'
+    'signal.signal(signal.SIGTERM, end)\n'
+    'print("up", flush=True)\n'
+    'time.sleep(60)\n'
+  )
+  supervisor, _ = supervise(
+    _spec('replay_server_0', code, restart=True, saves=saves)
+  )
+  _wait_for_log(tmp_path / 'replay_server_0.log', 'up')
+  told = ['replay_server_0 ended (status 1): no space'] if saves else []
+  assert supervisor.stop(10.0) == told
+
+
 def test_the_death_of_the_learner_is_the_outcome(supervise):
   supervisor, _ = supervise(
     _spec('learner', _SLEEP, completes=True), _spec('actor_0', _SLEEP)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import pathlib
 import signal
 import subprocess
-import sys
 
 import pytest
 
+from tunix_reverb.replay import client_names
 from tunix_reverb.replay import clients
 from tunix_reverb.replay import tables
 from tunix_reverb.replay import test_utils
@@ -22,10 +23,12 @@ _SERVER_MAIN = pathlib.Path(__file__).parent / 'server_main.py'
 class ServerProcess:
   """A replay server in a process of its own, driven over its stdin."""
 
-  def __init__(self, config: tables.TableConfig, port: int, directory):
+  def __init__(
+    self, python: str, config: tables.TableConfig, port: int, directory
+  ):
     self._process = subprocess.Popen(
       [
-        sys.executable,
+        python,
         str(_SERVER_MAIN),
         json.dumps(dataclasses.asdict(config)),
         str(port),
@@ -62,13 +65,13 @@ class ServerProcess:
 
 
 @pytest.fixture
-def start_process():
+def start_process(server_python):
   """Starts servers in processes of their own; ends them after the test."""
   processes = []
 
   def start(config=None, port=0, directory=None) -> ServerProcess:
     config = config or tables.TableConfig(max_items=4)
-    processes.append(ServerProcess(config, port, directory))
+    processes.append(ServerProcess(server_python, config, port, directory))
     return processes[-1]
 
   yield start
@@ -99,6 +102,27 @@ def start_server():
   yield start
   for server in servers:
     server.stop(20.0)
+
+
+@pytest.fixture
+def serve(request):
+  """Starts servers for tests that need no more of them than an address.
+
+  In this process; in the modern lane, which cannot serve, in the other one.
+  """
+  here = importlib.util.find_spec('reverb') is not None
+  return request.getfixturevalue('start_server' if here else 'start_process')
+
+
+@pytest.fixture(
+  params=[
+    client_names.WIRE,
+    pytest.param(client_names.OFFICIAL, marks=pytest.mark.replay),
+  ]
+)
+def client(request) -> str:
+  """Each client in turn."""
+  return request.param
 
 
 @pytest.fixture
