@@ -1,9 +1,13 @@
 # Every target sets up what it needs; a second call starts at once.
 #   make PYTHON=/path/to/python3.11 train     another interpreter
+#   make PYTHON_MODERN=python3.13 modern      the same, of the modern lane
 #   make train TRAIN_FLAGS=--seed=1           more flags for the run
 #   make test PYTEST_FLAGS='-k vtrace -x'     part of the tests
 
 PYTHON ?= python3.11
+# The first of these that runs. A pyenv shim may be on the path and refuse.
+PYTHON_MODERN ?= python3.12 python3.13 python3.14 \
+  $(shell for v in 12 13 14; do pyenv whence --path python3.$$v; done 2> /dev/null)
 TRAIN_FLAGS ?=
 PYTEST_FLAGS ?=
 BENCHMARK_FLAGS ?=
@@ -14,19 +18,24 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
+# The Reverb lane, and the modern lane without dm-reverb: see BUILD_NOTES.md.
 VENV := .venv
 BIN := $(VENV)/bin
 LOCKS := runtime environments dev
+MODERN := .venv-modern
+MODERN_BIN := $(MODERN)/bin
+MODERN_LOCKS := modern modern-dev
 CODE := tunix_reverb launch benchmarks examples tests setup.py
-PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+PIP := -m pip --disable-pip-version-check --no-input
 PACKAGE_FILES = setup.py pyproject.toml LICENSE $(wildcard README.md) \
-  $$(find tunix_reverb launch -name '*.py' -o -name py.typed | LC_ALL=C sort)
+  $$(find tunix_reverb launch -name '*.py' -o -name py.typed -o -name '*.proto' \
+  -o -name '*.binpb' | LC_ALL=C sort)
 
-.PHONY: help venv train environments test lint format lock wheel benchmark \
-  clean FORCE
+.PHONY: help venv train environments modern train-modern test test-modern lint \
+  format lock protocol wheel benchmark clean FORCE
 
 help:  ## show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' \
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' \
 	  | awk -F'\t' '{ printf "  make %-13s %s\n", $$1, $$2 }'
 
 venv: $(VENV)/.runtime $(VENV)/.wheel  ## .venv with what `make train` needs
@@ -37,12 +46,25 @@ train: venv  ## train the default agent on Catch until it is solved
 
 environments: $(VENV)/.environments $(VENV)/.wheel  ## add the environments' packages to .venv
 
+modern: $(MODERN)/.modern $(MODERN)/.wheel  ## .venv-modern: actors and learner on the newest JAX
+
+train-modern: venv modern  ## the same run; only the replay server is in .venv
+	@$(MODERN_BIN)/python -P -m launch.local --environment=catch \
+	  --solved_return=0.95 --replay_client=wire \
+	  --replay_server_python=$(BIN)/python $(TRAIN_FLAGS)
+
 # -P and the bare pytest keep the checkout off sys.path: the installed wheel is
 # what the tests import. Pytest comes last, so that its summary ends the output.
 test: lint $(VENV)/.wheel  ## lint, type check and run every test on the wheel
 	@echo '== pytest, on the installed wheel'
 	@env -u PYTHONPATH TUNIX_REVERB_TEST_WHEEL=1 \
 	  $(BIN)/pytest $(PYTEST_FLAGS)
+
+test-modern: venv $(MODERN)/.modern-dev $(MODERN)/.wheel  ## every test that needs no dm-reverb, on the newest JAX
+	@echo "== pytest on $$($(MODERN_BIN)/python --version), the installed wheel"
+	@env -u PYTHONPATH TUNIX_REVERB_TEST_WHEEL=1 \
+	  TUNIX_REVERB_SERVER_PYTHON='$(CURDIR)/$(BIN)/python' \
+	  $(MODERN_BIN)/pytest $(PYTEST_FLAGS)
 
 lint: $(VENV)/.dev  ## ruff, import-linter and mypy
 	@echo '== ruff, import-linter, mypy'
@@ -59,14 +81,21 @@ format: $(VENV)/.dev  ## let ruff rewrite the code
 UV_FLAGS ?=
 lock: $(VENV)/.dev  ## resolve requirements/*.in into requirements/*.txt
 	@cd requirements && compile() { \
-	  echo "Resolving requirements/$$1.txt"; \
+	  echo "Resolving requirements/$$2.txt"; \
 	  ../$(BIN)/uv pip compile --quiet --no-header --no-emit-index-url \
-	    --python-version 3.11 --generate-hashes "$$1.in" -o "$$1.txt" \
-	    "$${@:2}"; \
+	    --python-version "$$1" --generate-hashes "$$2.in" -o "$$2.txt" \
+	    "$${@:3}"; \
 	}; \
-	compile dev $(UV_FLAGS); \
-	compile environments -c dev.txt $(UV_FLAGS); \
-	compile runtime -c environments.txt $(UV_FLAGS)
+	compile 3.11 dev $(UV_FLAGS); \
+	compile 3.11 environments -c dev.txt $(UV_FLAGS); \
+	compile 3.11 runtime -c environments.txt $(UV_FLAGS); \
+	compile 3.12 modern-dev $(UV_FLAGS); \
+	compile 3.12 modern -c modern-dev.txt $(UV_FLAGS)
+
+protocol: $(VENV)/.dev  ## compile the .proto files of the wire client
+	@cd tunix_reverb/replay/wire_client && \
+	  $(CURDIR)/$(BIN)/python -m grpc_tools.protoc -I. --include_imports \
+	  --descriptor_set_out=protocol.binpb reverb.proto
 
 wheel: $(VENV)/.runtime $(VENV)/.sources  ## build dist/tunix_reverb-*.whl
 	@$(MAKE) --no-print-directory dist/.wheel
@@ -76,8 +105,8 @@ benchmark: environments  ## measure pipeline, start and packing against targets
 	@$(BIN)/python -m benchmarks.startup
 	@$(BIN)/python -m benchmarks.packing
 
-clean:  ## remove .venv, the wheel and every cache
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache \
+clean:  ## remove both environments, the wheel and every cache
+	rm -rf $(VENV) $(MODERN) build dist *.egg-info .pytest_cache .ruff_cache \
 	  .mypy_cache .import_linter_cache .hypothesis
 	find tunix_reverb launch benchmarks tests -name __pycache__ -prune \
 	  -exec rm -rf {} +
@@ -100,16 +129,37 @@ $(VENV)/.created:
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# Each lock holds the one before it. runtime.txt goes first on its own because
-# it brings the pinned setuptools that builds bsuite, which has no wheel.
+$(MODERN)/.created:
+	@for python in $(PYTHON_MODERN); do \
+	  if $$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 12))' \
+	      2> /dev/null; then \
+	    echo "Creating $(MODERN) with $$($$python --version)"; \
+	    $$python -m venv $(MODERN); touch $@; exit; \
+	  fi; \
+	done; \
+	echo "The modern lane needs Python 3.12 or newer with its venv module, and" \
+	  "none of ($(strip $(PYTHON_MODERN))) is: install python3.12 and" \
+	  "python3.12-venv, or name it with" \
+	  "make PYTHON_MODERN=/path/to/python3.12" >&2; exit 1
+
+# Each lock holds the one before it. The first goes on its own because it brings
+# the pinned setuptools that builds bsuite, which has no wheel.
 $(VENV)/.runtime: $(VENV)/.created
 $(VENV)/.environments: $(VENV)/.runtime
 $(VENV)/.dev: $(VENV)/.environments
 $(LOCKS:%=$(VENV)/.%): $(VENV)/.%: requirements/%.txt
+	$(install_lock)
+
+$(MODERN)/.modern: $(MODERN)/.created
+$(MODERN)/.modern-dev: $(MODERN)/.modern
+$(MODERN_LOCKS:%=$(MODERN)/.%): $(MODERN)/.%: requirements/%.txt
+	$(install_lock)
+
+define install_lock
 	@total=$$(grep -c '^[a-z].*==' $<); count=0; \
 	echo "Installing the $$total packages of $<"; \
-	$(PIP) install --no-deps --require-hashes --no-build-isolation \
-	  --progress-bar off -r $< 2> $(VENV)/pip.log \
+	$(@D)/bin/python $(PIP) install --no-deps --require-hashes --no-build-isolation \
+	  --progress-bar off -r $< 2> $(@D)/pip.log \
 	  | while IFS= read -r line; do \
 	  case "$$line" in \
 	    Collecting* | 'Requirement already'*) \
@@ -124,9 +174,10 @@ $(LOCKS:%=$(VENV)/.%): $(VENV)/.%: requirements/%.txt
 	      if [[ -t 1 ]]; then printf '\r\033[K'; fi; \
 	      echo '  unpacking' ;; \
 	  esac; \
-	done || { grep -v '^WARNING' $(VENV)/pip.log >&2; exit 1; }; \
+	done || { grep -v '^WARNING' $(@D)/pip.log >&2; exit 1; }; \
 	if [[ -t 1 ]]; then printf '\r\033[K'; fi
 	@touch $@
+endef
 
 # Changes only when a file of the package does: content, not times, so that a
 # deleted module counts and a fresh `git checkout` of the same tree does not.
@@ -137,12 +188,14 @@ $(VENV)/.sources: $(VENV)/.created FORCE
 # setuptools would pack modules that only a stale build folder still holds.
 dist/.wheel: $(VENV)/.sources | $(VENV)/.runtime
 	@rm -rf build *.egg-info dist
-	@$(PIP) wheel --quiet --no-deps --no-index --no-build-isolation \
+	@$(BIN)/python $(PIP) wheel --quiet --no-deps --no-index --no-build-isolation \
 	  --wheel-dir dist .
 	@rm -rf build *.egg-info
 	@touch $@
 	@echo "Built $$(ls dist/*.whl)"
 
 $(VENV)/.wheel: dist/.wheel
-	@$(PIP) install --quiet --no-deps --no-index --force-reinstall dist/*.whl
+$(MODERN)/.wheel: dist/.wheel | $(MODERN)/.modern
+$(VENV)/.wheel $(MODERN)/.wheel:
+	@$(@D)/bin/python $(PIP) install --quiet --no-deps --no-index --force-reinstall dist/*.whl
 	@touch $@

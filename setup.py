@@ -27,13 +27,17 @@ def _readme() -> str:
 _CORE = [
   'absl-py',
   'chex>=0.1.90',
+  'cramjam>=2.8',
   'dm-env>=1.6',
   'dm-tree>=0.1.8',
   'flax>=0.10.4',
+  'grpcio>=1.62',
   'jax>=0.4.34',
+  'ml-dtypes>=0.3.1',
   'numpy>=1.26',
   'optax>=0.2.5',
   'orbax-checkpoint>=0.11.5',
+  'protobuf>=4.21',
   'rich',
   'tensorboardX',
 ]
@@ -48,15 +52,19 @@ _ENVIRONMENTS = {
 }
 
 _EXTRAS = {
+  # The Reverb lane, where the replay server lives; every role may.
   # The last wheel of dm-reverb: x86-64 Linux, Python 3.9-3.11, built against
   # the C++ interface of TensorFlow 2.15 and of no other.
   'reverb': ['dm-reverb==0.14.0', 'tensorflow-cpu>=2.15.1,<2.16'],
+  # The modern lane: every role but the replay server, on current JAX.
+  'modern': ['flax>=0.12', 'jax>=0.10', 'numpy>=2', 'protobuf>=5'],
   **_ENVIRONMENTS,
   'environments': sorted(
     {package for packages in _ENVIRONMENTS.values() for package in packages}
   ),
   'dev': [
     'distrax',
+    'grpcio-tools',
     'hypothesis',
     'import-linter',
     'mypy',
@@ -82,7 +90,10 @@ setuptools.setup(
   packages=setuptools.find_packages(
     include=['tunix_reverb', 'tunix_reverb.*', 'launch', 'launch.*']
   ),
-  package_data={'tunix_reverb': ['py.typed']},
+  package_data={
+    'tunix_reverb': ['py.typed'],
+    'tunix_reverb.replay.wire_client': ['*.binpb', '*.proto'],
+  },
   python_requires='>=3.11',
   install_requires=_CORE,
   extras_require=_EXTRAS,
