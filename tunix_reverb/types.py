@@ -8,6 +8,7 @@ of a row, K environments answering at once.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 from typing import NamedTuple
 
@@ -82,12 +83,15 @@ class SampledItem(NamedTuple):
     priority: the item's priority, its minimum `policy_version`.
     times_sampled: how often the item has been sampled, this time included.
     trajectories: the item's columns.
+    inserted_at_s: when it was inserted, by the server's clock, in seconds
+      since the epoch; NaN from the official client, which does not tell.
   """
 
   key: int
   priority: float
   times_sampled: int
   trajectories: Trajectories
+  inserted_at_s: float = math.nan
 
 
 class Batch(NamedTuple):

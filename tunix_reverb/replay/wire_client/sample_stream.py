@@ -144,7 +144,8 @@ class Puller:
         owed = min(available, count - received)
         self._request(owed, remaining_s)
       try:
-        encoded = self._receive(max(0.0, deadline_s - time.monotonic()) + _GRACE_S)
+        remaining_s = max(0.0, deadline_s - time.monotonic())
+        encoded = self._receive(remaining_s + _GRACE_S)
       except errors.DeadlineExceededError:
         self._end_stream()
         break
