@@ -55,11 +55,13 @@ def test_a_limiter_needs_the_version_only(start_server):
 _ENTRY = entries.Entry(2**64 - 1, 7, 1.25e9 + 0.125, -3, 99)
 
 
-def test_an_entry_survives_its_columns():
-  columns = entries.encode_entry(_ENTRY)
+@pytest.mark.parametrize('number', [1, 3])
+def test_entries_survive_their_columns(number):
+  told = [_ENTRY._replace(key=2**64 - i) for i in range(1, number + 1)]
+  columns = entries.encode_entries(told)
   for column, spec in zip(columns, small_tables.ENTRY_COLUMNS.values()):
     assert spec.accepts(column)
-  assert entries.decode_entry(columns) == _ENTRY
+  assert entries.decode_entries(columns) == told
 
 
 def test_removals_survive_their_columns():
@@ -78,16 +80,17 @@ def test_removals_survive_their_columns():
       lambda columns: [columns[0].astype(np.int64), *columns[1:]],
       'column key',
     ),
-    (lambda columns: [columns[0][None], *columns[1:]], 'column key'),
+    (lambda columns: [columns[0][0], *columns[1:]], 'column key'),
+    (lambda columns: [columns[0][:0], *columns[1:]], 'one length'),
     (
-      lambda columns: [*columns[:2], np.array(np.nan), *columns[3:]],
+      lambda columns: [*columns[:2], np.array([np.nan]), *columns[3:]],
       'created_at_s',
     ),
   ],
 )
 def test_what_is_no_entry_is_refused(change, message):
   with pytest.raises(ValueError, match=message):
-    entries.decode_entry(change(entries.encode_entry(_ENTRY)))
+    entries.decode_entries(change(entries.encode_entry(_ENTRY)))
 
 
 def test_removals_of_different_lengths_are_refused():

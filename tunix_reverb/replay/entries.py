@@ -7,8 +7,11 @@ the learner by `Removal`s.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+import math
+from typing import Any
 from typing import NamedTuple
 
 import numpy as np
@@ -21,9 +24,9 @@ class Entry(NamedTuple):
   """One item of the trajectory table, which holds one trajectory.
 
   Attributes:
-    key: the item's, and of its entries in `tables.INDEX` and
+    key: the item's, and of the entry's own item in `tables.INDEX` and in
       `tables.ANNOUNCEMENTS`.
-    policy_version: the trajectory's minimum; the priority of item and entries.
+    policy_version: the trajectory's minimum; the priority of all three.
     created_at_s: wall-clock seconds at the trajectory's first action.
     permit_id: it was begun under.
     length: transitions.
@@ -58,43 +61,53 @@ class Removal(NamedTuple):
 
 
 def encode_entry(entry: Entry) -> list[np.ndarray]:
-  """The columns of an item of `tables.INDEX` and `tables.ANNOUNCEMENTS`."""
-  return [
-    np.array(value, spec.dtype)
-    for value, spec in zip(entry, small_tables.ENTRY_COLUMNS.values())
-  ]
+  """The columns of one entry's item; see `encode_entries`."""
+  return encode_entries([entry])
 
 
-def decode_entry(columns: Sequence[np.ndarray]) -> Entry:
-  """Reads what `encode_entry` made; ValueError if it did not."""
-  _check(columns, small_tables.ENTRY_COLUMNS)
-  entry = Entry(*(column.item() for column in columns))
-  if not np.isfinite(entry.created_at_s):
-    raise ValueError(f'created_at_s ({entry.created_at_s}) must be finite')
-  return entry
+def encode_entries(entries: Sequence[Entry]) -> list[np.ndarray]:
+  """The columns of one item of `tables.INDEX` or `tables.ANNOUNCEMENTS`: [N].
+
+  Whoever inserts a trajectory inserts one entry per item; the sweeper lays
+  many of the index together in one.
+  """
+  return _encode(entries, small_tables.ENTRY_COLUMNS)
+
+
+def decode_entries(columns: Sequence[np.ndarray]) -> list[Entry]:
+  """Reads what `encode_entries` made; ValueError if it did not."""
+  entries = [Entry(*row) for row in _rows(columns, small_tables.ENTRY_COLUMNS)]
+  for entry in entries:
+    if not math.isfinite(entry.created_at_s):
+      raise ValueError(f'created_at_s ({entry.created_at_s}) must be finite')
+  return entries
 
 
 def encode_removals(removals: Sequence[Removal]) -> list[np.ndarray]:
   """The columns of one item of `tables.REMOVED`; each is [N]."""
-  return [
-    np.array(values, spec.dtype)
-    for values, spec in zip(
-      zip(*removals), small_tables.REMOVED_COLUMNS.values()
-    )
-  ]
+  return _encode(removals, small_tables.REMOVED_COLUMNS)
 
 
 def decode_removals(columns: Sequence[np.ndarray]) -> list[Removal]:
   """Reads what `encode_removals` made; ValueError if it did not."""
-  _check(columns, small_tables.REMOVED_COLUMNS)
-  if len({column.size for column in columns}) > 1:
-    raise ValueError('the columns of a removal must be of one length')
-  return [Removal(*row) for row in zip(*(c.tolist() for c in columns))]
+  return [Removal(*row) for row in _rows(columns, small_tables.REMOVED_COLUMNS)]
 
 
-def _check(
+def _encode(
+  records: Sequence[tuple[Any, ...]],
+  expected: Mapping[str, specs.ColumnSpec],
+) -> list[np.ndarray]:
+  if not records:
+    raise ValueError('there must be at least one record')
+  return [
+    np.array(values, spec.dtype)
+    for values, spec in zip(zip(*records), expected.values())
+  ]
+
+
+def _rows(
   columns: Sequence[np.ndarray], expected: Mapping[str, specs.ColumnSpec]
-) -> None:
+) -> Iterator[tuple[Any, ...]]:
   if len(columns) != len(expected):
     raise ValueError(
       f'an item of {len(columns)} columns must hold {", ".join(expected)}'
@@ -104,3 +117,6 @@ def _check(
       raise ValueError(
         f'column {name} ({column.dtype}{list(column.shape)}) must be {spec}'
       )
+  if len({column.size for column in columns}) != 1:
+    raise ValueError('the columns of an item must be of one length')
+  return zip(*(column.tolist() for column in columns))

@@ -15,23 +15,22 @@ def _column(dtype: str, *shape: int | None) -> specs.ColumnSpec:
   return specs.ColumnSpec(shape, np.dtype(dtype))
 
 
-# What is known of one trajectory without its data, in this order. The key is
-# that of its item in the trajectory table, and of the entry itself.
+# What is told of N trajectories without their data, in this order; see
+# `entries.Entry`.
 ENTRY_COLUMNS: Mapping[str, specs.ColumnSpec] = {
-  'key': _column('uint64'),
-  'policy_version': _column('int64'),  # The trajectory's minimum.
-  'created_at_s': _column('float64'),
-  'permit_id': _column('int64'),
-  'length': _column('int32'),  # In transitions.
+  'key': _column('uint64', None),
+  'policy_version': _column('int64', None),
+  'created_at_s': _column('float64', None),
+  'permit_id': _column('int64', None),
+  'length': _column('int32', None),
 }
 
-# What was removed from the trajectory table in one sweep, N items of it; see
-# `entries.Removal`.
+# What is told of N items that were removed; see `entries.Removal`.
 REMOVED_COLUMNS: Mapping[str, specs.ColumnSpec] = {
   'key': _column('uint64', None),
   'permit_id': _column('int64', None),
   'length': _column('int32', None),
-  'cause': _column('int8', None),  # Codes of `staleness.bound.CAUSES`.
+  'cause': _column('int8', None),
 }
 
 
@@ -60,8 +59,8 @@ def make_small_tables(balance: str) -> tuple[SmallTable, ...]:
   `policy_version` is always there: its one item's priority is the version that
   the learner published last. With balance 'permits' there are also
 
-  index: an entry of every item in the trajectory table, under the same key and
-    with the item's priority; stays until it is deleted by that key.
+  index: the entry of every item in the trajectory table, under the same key
+    and with the item's priority, until the sweeper deletes it.
   announcements: the same entries, for the sweeper to take.
   removed: what the sweeper removed, for the learner to take.
   permits: what actors take before they begin a trajectory.

@@ -147,7 +147,7 @@ class TableDescription:
   @property
   def balance(self) -> str:
     """'limiter' or 'permits' (see `TableConfig`), as the limits tell."""
-    return PERMIT_BALANCE if self.max_diff >= _NO_DIFF else LIMITER
+    return balance_of(self.max_diff)
 
   def to_json(self) -> dict[str, Any]:
     """The record as JSON-able values; the inverse of `from_json`."""
@@ -251,6 +251,11 @@ def _limits(config: TableConfig) -> tuple[int, int, float, float, float]:
     offset - error_buffer,
     offset + error_buffer,
   )
+
+
+def balance_of(max_diff: float) -> str:
+  """What keeps the balance of a table with this limit on its difference."""
+  return PERMIT_BALANCE if max_diff >= _NO_DIFF else LIMITER
 
 
 def differences(
