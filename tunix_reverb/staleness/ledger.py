@@ -89,7 +89,7 @@ class PermitLedger:
       first_id: of the first permit, > 0.
       policy_version: of the learner, published and confirmed.
     """
-    self._stock_limit = trajectories_per_update
+    self._update_size = trajectories_per_update
     self._max_lag = max_policy_lag
     self._lease_s = lease_s
     self._next_id = first_id
@@ -134,13 +134,22 @@ class PermitLedger:
   def issue(self) -> list[Permit]:
     """Moves credit to the stock: permits to insert, in this order.
 
-    None while the stock holds an older version: withdraw it first. None whose
-    trajectory would be stale already.
+    None while the stock holds an older version: withdraw it first. While the
+    learner's newest version is not confirmed, only as many as the updates take
+    that are left before the confirmed one is too old.
     """
-    version = self._confirmed
-    if self.stock_is_outdated or version + self._max_lag < self._version:
+    if self.stock_is_outdated:
       return []
-    count = min(self._credit, self._stock_limit - len(self._stock))
+    version = self._confirmed
+    updates_left = version + self._max_lag - self._version + 1
+    out = sum(self.counts) - self._credit
+    count = min(
+      self._credit,
+      self._update_size - len(self._stock),
+      updates_left * self._update_size - out,
+    )
+    if count <= 0:
+      return []
     ids = range(self._next_id, self._next_id + count)
     self._next_id += count
     self._credit -= count
