@@ -222,6 +222,8 @@ def _define(name: str, field: dataclasses.Field) -> None:
     )
   elif isinstance(default, str):
     flags.DEFINE_string(name, None, text)
+  elif isinstance(default, bool):
+    flags.DEFINE_boolean(name, None, text)
   elif isinstance(default, int):
     flags.DEFINE_integer(name, None, text)
   else:

@@ -20,10 +20,11 @@ environment seed watchdog_s
 torso hidden_sizes core core_size
 num_actors environments_per_actor environment_mode environment_timeout_s
 trajectory_length item_bytes item_age_s variable_update_period_s
-replay_mode sampler priority_exponent max_table_items min_table_items
+replay_client replay_mode sampler priority_exponent max_table_items min_table_items
 samples_per_insert samples_per_insert_tolerance num_servers
+admission trajectories_per_update permit_lease_s
 replay_checkpoint_period_s replay_checkpoints_to_keep
-max_policy_lag max_age_s
+max_policy_lag max_age_s sweep_period_s
 bucket_lengths batch_positions packing_window prefetch_batches
 learning_rate learning_rate_end learning_rate_decay_steps max_grad_norm
 discount_factor rho_bar c_bar vtrace_lambda baseline_cost entropy_cost
@@ -74,8 +75,11 @@ def test_changed_values_arrive_with_their_types():
     '--core=gru',
     '--solved_return=inf',
     '--learning_rate=1e-4',
+    '--admission',
+    '--replay_client=wire',
   )
   assert config.seed == 7
+  assert config.replay.admission is True
   assert config.network.hidden_sizes == (32, 16)
   assert config.network.core == 'gru'
   assert config.learner.learning_rate == 1e-4
@@ -109,12 +113,26 @@ def test_the_run_directory_supplies_the_config(tmp_path):
     ('--num_actors=0', ['num_actors', '0', '> 0']),
     ('--bucket_lengths=9', ['bucket_lengths', '9', 'trajectory_length']),
     ('--config=absent.json', ['absent.json', 'readable']),
+    ('--admission=x', ['--admission', 'x', 'bool']),
+    (
+      '--admission --replay_client=wire --replay_mode=replay',
+      ['replay_mode', 'replay', '--replay_mode=queue', '--noadmission'],
+    ),
+    (
+      '--admission --replay_client=official',
+      ['replay_client', 'official', '--replay_client=wire', '--noadmission'],
+    ),
+    (
+      '--admission --replay_client=wire --max_policy_lag=0 '
+      '--trajectories_per_update=41',
+      ['trajectories_per_update', '41', '<= 40', 'batch_positions'],
+    ),
     ('stray', ['stray', '--name=value']),
   ],
 )
 def test_a_mistake_is_told_in_one_line(arg, words):
   with pytest.raises(errors.UserError) as e:
-    _parse(arg)
+    _parse(*arg.split())
   message = str(e.value)
   assert '\n' not in message
   assert not [word for word in words if word not in message], message
@@ -127,6 +145,7 @@ def test_a_mistake_is_told_in_one_line(arg, words):
     ('[]', ['object']),
     ('{"sead": 1}', ['sead']),
     ('{"seed": "x"}', ['seed', 'int']),
+    ('{"admission": 1}', ['admission', '1', 'bool']),
   ],
 )
 def test_a_bad_file_is_named(tmp_path, text, words):

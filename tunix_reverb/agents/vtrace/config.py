@@ -177,6 +177,24 @@ class ReplayConfig:
   num_servers: int = _field(
     1, 'Replay servers the items are spread over (shards).'
   )
+  admission: bool = _field(
+    False,
+    'No trajectory is begun without a permit of the learner, which then loses '
+    'none for its lag: for slow environments. Each trajectory is an item of '
+    'its own, and max_table_items has no meaning.',
+  )
+  trajectories_per_update: int = _field(
+    0,
+    'With admission, trajectories of one update; (max_policy_lag + 1) times as '
+    'many are under way. 0: as many as always fit a batch, about '
+    'batch_positions / (trajectory_length + 1).',
+  )
+  permit_lease_s: float = _field(
+    600.0,
+    'With admission, seconds a trajectory may take from its permit to the '
+    'learner, which may wait for it that long; then the permit is given to '
+    'another one.',
+  )
   replay_checkpoint_period_s: float = _field(
     300.0, 'Seconds between replay checkpoints; 0 writes one at exit only.'
   )
@@ -194,8 +212,22 @@ class ReplayConfig:
       'samples_per_insert_tolerance',
       'num_servers',
       'replay_checkpoints_to_keep',
+      'permit_lease_s',
     )
-    _non_negative(self, 'replay_checkpoint_period_s', 'priority_exponent')
+    _non_negative(
+      self,
+      'replay_checkpoint_period_s',
+      'priority_exponent',
+      'trajectories_per_update',
+    )
+    if self.admission:
+      for name, value in (('replay_mode', 'queue'), ('replay_client', 'wire')):
+        _require(
+          getattr(self, name) == value,
+          name,
+          getattr(self, name),
+          f'be {value} with admission: set --{name}={value} or --noadmission',
+        )
     _require(
       self.min_table_items <= self.max_table_items,
       'min_table_items',
@@ -217,10 +249,15 @@ class StalenessConfig:
   max_age_s: float = _field(
     300.0, 'Trajectories older than this are dropped, seconds.'
   )
+  sweep_period_s: float = _field(
+    1.0,
+    'With admission, seconds from one removal of what is too old in the table '
+    'to the next.',
+  )
 
   def __post_init__(self) -> None:
     _non_negative(self, 'max_policy_lag')
-    _positive(self, 'max_age_s')
+    _positive(self, 'max_age_s', 'sweep_period_s')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -429,3 +466,25 @@ class ExperimentConfig:
       f'end with a row of at least trajectory_length + 1 ({positions}) '
       'positions, or the longest trajectory fits no row',
     )
+    wanted, most = self.replay.trajectories_per_update, self._fitting
+    _require(
+      not self.replay.admission
+      or self.staleness.max_policy_lag > 0
+      or wanted <= most,
+      'trajectories_per_update',
+      wanted,
+      f'be <= {most} with max_policy_lag=0, so that one batch takes all of an '
+      'update: lower it or raise batch_positions',
+    )
+
+  @property
+  def trajectories_per_update(self) -> int:
+    """With admission, the trajectories of one update."""
+    return self.replay.trajectories_per_update or self._fitting
+
+  @property
+  def _fitting(self) -> int:
+    """Trajectories that fit a batch of the longest rows, however long."""
+    row = self.batch.bucket_lengths[-1]
+    per_row = row // (self.actor.trajectory_length + 1)
+    return (self.batch.batch_positions // row) * per_row

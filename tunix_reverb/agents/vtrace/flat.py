@@ -66,6 +66,10 @@ def _coerce(name: str, value: Any, default: Any) -> Any:
       if not isinstance(value, str):
         raise ValueError('not a string')
       return value
+    if isinstance(default, bool):
+      if not isinstance(value, bool):
+        raise ValueError('not a bool')
+      return value
     if isinstance(default, int):
       if isinstance(value, bool) or int(value) != float(value):
         raise ValueError('not an int')
