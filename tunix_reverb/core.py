@@ -38,6 +38,11 @@ class VariableSource(abc.ABC):
 class VariableSink(abc.ABC):
   """Where the learner publishes its variables."""
 
+  @property
+  def confirmed_version(self) -> int:
+    """Newest version known to be published, also after a missed deadline."""
+    return 0
+
   @abc.abstractmethod
   def publish(self, variables: types.Variables, timeout_s: float) -> None:
     """Makes `variables` the newest.
@@ -221,6 +226,57 @@ class VectorEnvironment(abc.ABC):
   @abc.abstractmethod
   def close(self) -> None:
     """Closes every environment; idempotent."""
+
+
+class PermitSource(abc.ABC):
+  """Where an actor gets its permits. Never blocks beyond a deadline."""
+
+  @abc.abstractmethod
+  def request(self, count: int) -> None:
+    """Asks for `count` permits more; they come whenever the learner gives."""
+
+  @abc.abstractmethod
+  def take(self, timeout_s: float) -> list[types.Permit]:
+    """The permits that have come, in the order of issue.
+
+    Waits up to `timeout_s` seconds for the first if there is none.
+    """
+
+  @abc.abstractmethod
+  def close(self) -> None:
+    """Asks for no more; idempotent."""
+
+
+class PermitTable(abc.ABC):
+  """The learner's end of the table of permits, of which it is the one feeder.
+
+  Every call raises errors.DeadlineExceededError (its fate is unknown) or
+  errors.ReplayUnavailableError.
+  """
+
+  @abc.abstractmethod
+  def reset(self) -> None:
+    """Empties the table; its counters start from 0."""
+
+  @abc.abstractmethod
+  def state(self) -> types.PermitTableState:
+    """Its counters."""
+
+  @abc.abstractmethod
+  def insert(self, permits: Sequence[types.Permit]) -> None:
+    """Appends `permits`, in this order."""
+
+  @abc.abstractmethod
+  def delete(self, permit_ids: Sequence[int]) -> None:
+    """Deletes permits, from the last to the first.
+
+    So that whatever actors take meanwhile, those taken come before those
+    deleted.
+    """
+
+  @abc.abstractmethod
+  def removals(self) -> list[types.Removal]:
+    """Takes what has been removed from the trajectory tables since."""
 
 
 class Learner(abc.ABC):

@@ -174,3 +174,43 @@ class Variables:
 
   policy_version: int
   params: Nest
+
+
+class Permit(NamedTuple):
+  """The right to begin one trajectory.
+
+  Attributes:
+    permit_id: unique over all incarnations of the learner, > 0.
+    policy_version: the least version of the variables that may act.
+  """
+
+  permit_id: int
+  policy_version: int
+
+
+class Removal(NamedTuple):
+  """One trajectory that left its table before the learner could sample it.
+
+  Attributes:
+    permit_id: it was begun under.
+    length: transitions.
+    cause: a code of `staleness.bound.CAUSES`.
+  """
+
+  permit_id: int
+  length: int
+  cause: int
+
+
+class PermitTableState(NamedTuple):
+  """The counters of the table of permits at one moment.
+
+  Attributes:
+    inserts: permits inserted since the table was reset.
+    samples: permits taken since then.
+    size: permits in the table.
+  """
+
+  inserts: int
+  samples: int
+  size: int

@@ -27,7 +27,7 @@ _CORE = (dm_specs.Array((4,), np.float32),)
 _COLUMNS = specs.trajectories_spec(_SPEC, _CORE)
 
 
-def _item(lengths, first_id=0, version=3, created_at_s=0.0):
+def _item(lengths, first_id=0, version=3, created_at_s=0.0, permit_id=0):
   """An item whose every value is derived from a global timestep id."""
   lengths = np.asarray(lengths, np.int32)
   n, s = lengths.size, int(lengths.sum())
@@ -53,15 +53,16 @@ def _item(lengths, first_id=0, version=3, created_at_s=0.0):
     actor_id=np.zeros(n, np.int32),
     episode_id=np.arange(n, dtype=np.int64),
     truncated=np.zeros(n, np.bool_),
-    permit_id=np.zeros(n, np.int64),
+    permit_id=permit_id + np.arange(n, dtype=np.int64),
   )
 
 
-def _packer(lengths=(16,), rows_positions=64, window=1.0):
+def _packer(lengths=(16,), rows_positions=64, window=1.0, **kwargs):
   return packer_lib.Packer(
     buckets=buckets_lib.make_buckets(lengths, batch_positions=rows_positions),
     columns=_COLUMNS,
     window=window,
+    **kwargs,
   )
 
 
@@ -242,3 +243,59 @@ def test_buckets_round_rows_up_to_the_devices():
   assert buckets_lib.make_buckets(
     (10, 40), batch_positions=100, row_multiple=8
   ) == (buckets_lib.Bucket(10, 16), buckets_lib.Bucket(40, 8))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+  lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+  order=st.randoms(use_true_random=False),
+)
+def test_by_number_a_batch_does_not_depend_on_the_order_of_arrival(
+  lengths, order
+):
+  ids = np.cumsum([0, *(n + 1 for n in lengths)])
+  items = [
+    _item([n], first_id=int(ids[i]), permit_id=100 + i)
+    for i, n in enumerate(lengths)
+  ]
+  batches = []
+  for _ in range(2):
+    packer = _packer(lengths=(16, 32), max_trajectories=5)
+    for item in items:
+      packer.add(item)
+    taken = []
+    while (packed := packer.pop(flush=True)) is not None:
+      _check(packed)
+      taken.append(packed)
+    batches.append(taken)
+    order.shuffle(items)
+  for ours, theirs in zip(*batches, strict=True):
+    tree.map_structure(np.testing.assert_array_equal, ours.batch, theirs.batch)
+  sizes = [packed.segments.length.size for packed in batches[0]]
+  assert sizes == [5] * (len(lengths) // 5) + [len(lengths) % 5] * (
+    len(lengths) % 5 > 0
+  )
+  came = [p for packed in batches[0] for p in sorted(packed.segments.permit_id)]
+  assert came == [100 + i for i in range(len(lengths))]
+
+
+def test_by_number_a_batch_is_ready_when_there_are_as_many():
+  packer = _packer(max_trajectories=3)
+  packer.add(_item([2, 2]))
+  assert not packer.is_ready and packer.pop() is None
+  packer.add(_item([2, 2], first_id=100, permit_id=2))
+  assert packer.is_ready
+  assert sorted(packer.pop().segments.permit_id) == [0, 1, 2]
+  assert packer.pop() is None
+  assert packer.pop(flush=True).segments.permit_id.tolist() == [3]
+
+
+def test_by_number_what_fits_no_batch_goes_by_age():
+  # One row of 16, and an older trajectory that longer ones would displace.
+  packer = _packer(rows_positions=16, max_trajectories=4)
+  packer.add(_item([3], permit_id=1))
+  packer.add(_item([9], first_id=50, permit_id=2))
+  packer.add(_item([7], first_id=100, permit_id=3))
+  packer.add(_item([1], first_id=150, permit_id=4))
+  assert sorted(packer.pop().segments.permit_id) == [1, 2, 4]
+  assert packer.pop(flush=True).segments.permit_id.tolist() == [3]

@@ -22,6 +22,11 @@ class _Sink(core.VariableSink):
     self.gate = threading.Event()
     self.gate.set()
     self.error = error
+    self.late_version = 0
+
+  @property
+  def confirmed_version(self):
+    return self.late_version
 
   def publish(self, variables, timeout_s):
     self.began.set()
@@ -108,3 +113,23 @@ def test_close_keeps_its_deadline_while_a_publish_hangs(make):
   start_s = time.monotonic()
   publisher.close(0.1)
   assert time.monotonic() - start_s < 2.0
+
+
+def test_a_version_is_confirmed_when_the_sink_says_so(make):
+  sink, publisher = make()
+  sink.gate.clear()
+  publisher.offer(_variables(3))
+  assert sink.began.wait(20.0)
+  assert publisher.confirmed_version == 0
+  sink.gate.set()
+  assert publisher.wait(20.0)
+  assert publisher.confirmed_version == 3
+
+
+def test_a_sink_may_confirm_after_the_deadline(make):
+  sink, publisher = make(error=errors.DeadlineExceededError('too slow'))
+  publisher.offer(_variables(3))
+  assert publisher.wait(20.0)
+  assert publisher.confirmed_version == 0
+  sink.late_version = 3
+  assert publisher.confirmed_version == 3

@@ -47,6 +47,9 @@ class _Pending:
   def positions(self) -> np.ndarray:
     return self.trajectories.lengths[self.index] + 1
 
+  def permit_id(self) -> int:
+    return int(self.trajectories.permit_id[self.index[0]])
+
 
 def minimum_versions(trajectories: types.Trajectories) -> np.ndarray:
   """The oldest `policy_version` of each trajectory, i32 [N]."""
@@ -63,6 +66,11 @@ class Packer:
   an earlier batch left behind go in first, so none waits for more than one
   further batch of its bucket; then the rest by first-fit decreasing, shorter
   ones filling the gaps of longer ones.
+
+  With `max_trajectories`, batches are made by number: of so many trajectories
+  with the smallest permit ids, so that a batch does not depend on the order in
+  which its trajectories came. They go into the smallest bucket that takes all
+  of them.
   """
 
   def __init__(
@@ -71,6 +79,7 @@ class Packer:
     buckets: Sequence[buckets_lib.Bucket],
     columns: types.Trajectories,
     window: float,
+    max_trajectories: int = 0,
   ):
     """Packs into `buckets`.
 
@@ -79,10 +88,13 @@ class Packer:
       columns: `specs.ColumnSpec` of every column, as of
         `specs.trajectories_spec`.
       window: trajectories gathered before a batch is packed, in batches.
+      max_trajectories: of one batch; a batch is packed when there are as many.
+        0 sets no limit.
     """
     self._buckets = tuple(buckets)
     self._columns = columns
     self._window = window
+    self._max_trajectories = max_trajectories
     self._pending: list[_Pending] = []
     self._pending_positions = 0
 
@@ -97,6 +109,15 @@ class Packer:
     if not self._pending:
       return np.zeros(0, np.int32)
     return np.concatenate([p.positions() - 1 for p in self._pending])
+
+  @property
+  def is_ready(self) -> bool:
+    """Whether enough is pending for a batch."""
+    wanted = self._window * self._buckets[-1].positions
+    if self._pending_positions >= wanted:
+      return True
+    most = self._max_trajectories
+    return 0 < most <= sum(p.index.size for p in self._pending)
 
   def oldest_created_at_s(self) -> float | None:
     """When the oldest pending trajectory was created; None if there is none."""
@@ -139,12 +160,35 @@ class Packer:
     Args:
       flush: makes a batch of whatever is pending, even if it is little.
     """
-    if not self._pending:
+    if not self._pending or not (flush or self.is_ready):
       return None
-    wanted = self._window * self._buckets[-1].positions
-    if self._pending_positions < wanted and not flush:
-      return None
+    if self._max_trajectories:
+      return self._pack_by_number()
     return self._pack(self._choose_bucket())
+
+  def _pack_by_number(self) -> types.PackedBatch:
+    """Packs the oldest permits' trajectories into the smallest bucket."""
+    self._pending = [
+      _Pending(p.trajectories, p.index[i : i + 1])
+      for p in self._pending
+      for i in range(p.index.size)
+    ]
+    self._pending.sort(key=_Pending.permit_id)
+    positions = (self.pending_lengths + 1)[: self._max_trajectories]
+    for bucket in self._buckets:
+      rows = placement.Rows(rows=bucket.rows, length=bucket.length)
+      row, start = rows.place(positions)
+      if row.min() >= 0:
+        break
+    else:
+      # Too many for any batch: no longer one may displace an older one.
+      rows = placement.Rows(rows=bucket.rows, length=bucket.length)
+      placed = [rows.place(one) for one in np.split(positions, positions.size)]
+      row, start = (np.concatenate(part) for part in zip(*placed))
+    left = (0, len(self._pending) - positions.size)
+    return self._take(
+      bucket, np.pad(row, left, constant_values=-1), np.pad(start, left)
+    )
 
   def _choose_bucket(self) -> buckets_lib.Bucket:
     oldest = int(self._pending[0].positions()[0])

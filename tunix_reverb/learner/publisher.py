@@ -26,6 +26,7 @@ class Publisher:
     self.publish_s = 0.0  # Seconds that the last publish took.
     self._next: types.Variables | None = None
     self._wake = threading.Condition()
+    self._confirmed_version = 0
     self._busy = False
     self._closed = False
     self._error: BaseException | None = None
@@ -45,6 +46,11 @@ class Publisher:
       raise RuntimeError('publishing the variables failed') from self._error
     with self._wake:
       return self._next is None and not self._busy
+
+  @property
+  def confirmed_version(self) -> int:
+    """The newest version that others can get."""
+    return max(self._confirmed_version, self._sink.confirmed_version)
 
   def offer(self, variables: types.Variables) -> None:
     """Publishes `variables` next; call only when `idle`."""
@@ -79,6 +85,7 @@ class Publisher:
       began_s = time.monotonic()
       try:
         self._sink.publish(variables, self._timeout_s)
+        self._confirmed_version = variables.policy_version
         self.publish_s = time.monotonic() - began_s
       except errors.DeadlineExceededError as e:
         self.publish_s = time.monotonic() - began_s

@@ -61,7 +61,11 @@ class Transport(abc.ABC):
 
   @abc.abstractmethod
   def fetch(self) -> list[np.ndarray]:
-    """Columns of the item, [num_timesteps, ...] each."""
+    """Columns of the item, [num_timesteps, ...] each.
+
+    Raises:
+      ValueError: they cannot be read.
+    """
 
   @abc.abstractmethod
   def close(self) -> None:
@@ -112,6 +116,11 @@ class VariableSink(core.VariableSink):
       target=self._run, daemon=True, name=f'variables to {address}'
     )
     self._thread.start()
+
+  @property
+  def confirmed_version(self) -> int:
+    """See base class."""
+    return max(0, self._published_version)
 
   def publish(self, variables: types.Variables, timeout_s: float) -> None:
     """See `core.VariableSink`.

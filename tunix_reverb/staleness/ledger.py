@@ -26,21 +26,11 @@ import enum
 import itertools
 from typing import NamedTuple
 
+from tunix_reverb import types
+
 # Trajectories remembered after they were settled: more than can turn up again
 # after a replay server has been restarted.
 _SETTLED_KEPT = 10_000
-
-
-class Permit(NamedTuple):
-  """The right to begin one trajectory.
-
-  Attributes:
-    permit_id: unique over all incarnations of the learner, > 0.
-    policy_version: the least version of the variables that may act.
-  """
-
-  permit_id: int
-  policy_version: int
 
 
 class Arrival(enum.Enum):
@@ -131,7 +121,7 @@ class PermitLedger:
     """Whether permits in stock carry an older version than they could."""
     return _first(self._stock, self._confirmed) < self._confirmed
 
-  def issue(self) -> list[Permit]:
+  def issue(self) -> list[types.Permit]:
     """Moves credit to the stock: permits to insert, in this order.
 
     None while the stock holds an older version: withdraw it first. While the
@@ -154,7 +144,7 @@ class PermitLedger:
     self._next_id += count
     self._credit -= count
     self._stock.update(dict.fromkeys(ids, version))
-    return [Permit(permit_id, version) for permit_id in ids]
+    return [types.Permit(permit_id, version) for permit_id in ids]
 
   def observe_taken(self, taken_total: int, now_s: float) -> None:
     """Learns how many permits actors have taken: the oldest of the stock.
