@@ -130,7 +130,7 @@ class Splitter:
       elif number == 1:
         self._info = Span(data, *wire_format.span(value))
       elif number == 3:
-        ended = bool(value)
+        ended = wire_format.number(value) != 0
     if ended:
       items.append(EncodedItem(self._info, self._chunks))
       self._info, self._chunks = Span(b'', 0, 0), []
@@ -255,7 +255,9 @@ class Decoder:
 
   def _layout(self, trajectory: Any, chunks: dict[int, _Chunk]) -> _Layout:
     """Reads the layout, unless an item differed in the chunk's key alone."""
-    if len(chunks) != 1:
+    # Slices name their chunk: only where they are not looked at may a layout
+    # serve for another item.
+    if len(chunks) != 1 or not self._whole_arrays:
       return _read_layout(trajectory)
     (key,) = chunks
     encoded = trajectory.SerializeToString()
@@ -379,12 +381,13 @@ def _read_chunk(span: Span) -> tuple[int, _Chunk]:
   data = span.data
   for number, value in wire_format.fields(*span):
     if number == 1:
-      key = value & 0xFFFF_FFFF_FFFF_FFFF
+      key = wire_format.number(value)
     elif number == 4:
-      delta_encoded = bool(value)
+      delta_encoded = wire_format.number(value) != 0
     elif number == 5:
-      for _, tensor in wire_format.fields(data, *wire_format.span(value)):
-        tensors.append(wire_format.span(tensor))
+      for index, tensor in wire_format.fields(data, *wire_format.span(value)):
+        if index == 1:
+          tensors.append(wire_format.span(tensor))
   return key, _Chunk(data, tensors, delta_encoded)
 
 
@@ -401,12 +404,17 @@ def _read_layout(trajectory: Any) -> _Layout:
   ]
   if not columns:
     raise ValueError('it has no columns')
-  first = columns[0].slices[:1]
-  simple = all(
-    column.slices == [first[0]._replace(index=i)]
+  return _Layout(columns, _is_simple(columns))
+
+
+def _is_simple(columns: list[_Column]) -> bool:
+  if not columns[0].slices:
+    return False
+  first = columns[0].slices[0]
+  return first[1:] == (0, 1, 0) and all(
+    column.slices == [first._replace(index=i)]
     for i, column in enumerate(columns)
   )
-  return _Layout(columns, simple and first[0][1:] == (0, 1, 0))
 
 
 def _read_form(tensor: Any) -> _Form:

@@ -73,3 +73,14 @@ def span(value: Value) -> tuple[int, int]:
   if isinstance(value, int):
     raise ValueError('a number stands where a message should')
   return value
+
+
+def number(value: Value) -> int:
+  """An unsigned number of 64 bits.
+
+  Raises:
+    ValueError: the field holds no varint.
+  """
+  if not isinstance(value, int):
+    raise ValueError('a message stands where a number should')
+  return value & 0xFFFF_FFFF_FFFF_FFFF
