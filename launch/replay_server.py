@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 from absl import flags as absl_flags
@@ -31,9 +32,10 @@ def run_server(context: app.RoleContext) -> int:
   milestones = milestones_lib.Milestones(context.run_dir, context.role)
   milestones.mark('imported')
   config, run_dir = context.config, context.run_dir
+  columns = builder.make_agent_spec(config).columns
   server = clients.make_server(
     config=builder.make_table_config(config),
-    columns=builder.make_agent_spec(config).columns,
+    columns=columns,
     port=flags.FLAGS.port,
     checkpoint_dir=(
       run_dir / 'checkpoints' / context.role if run_dir else None
@@ -44,16 +46,19 @@ def run_server(context: app.RoleContext) -> int:
   milestones.mark(f'serves on port {server.port}')
   if server.restored_from:
     milestones.mark(f'restored {server.restored_from}')
-  try:
-    _serve(context, server)
+  with contextlib.ExitStack() as stack:
+    stack.callback(server.stop, timeout_s=2.0)
+    sweeper = builder.make_sweeper(config, server, columns)
+    if sweeper is not None:
+      stack.callback(sweeper.close)
+      sweeper.start()
+    _serve(context, server, sweeper)
     if run_dir is not None:
       server.checkpoint(_LAST_CHECKPOINT_DEADLINE_S)
-  finally:
-    server.stop(timeout_s=2.0)
   return 0
 
 
-def _serve(context: app.RoleContext, server) -> None:
+def _serve(context: app.RoleContext, server, sweeper) -> None:
   """Reports once a second and checkpoints by period."""
   period_s = context.config.replay.replay_checkpoint_period_s
   saved_s = time.monotonic()
@@ -67,7 +72,10 @@ def _serve(context: app.RoleContext, server) -> None:
       saved_s = time.monotonic()
     step += 1
     metrics = server.limiter_metrics(timeout_s=1.0)
-    context.logger.write({**metrics, 'replay_checkpoint_s': checkpoint_s}, step)
+    metrics['replay_checkpoint_s'] = checkpoint_s
+    if sweeper is not None:
+      metrics |= sweeper.metrics()
+    context.logger.write(metrics, step)
 
 
 def _checkpoint(context: app.RoleContext, server) -> float:

@@ -9,6 +9,7 @@ import os
 import pathlib
 import signal
 import subprocess
+import sys
 
 import pytest
 
@@ -16,6 +17,8 @@ from tunix_reverb.replay import client_names
 from tunix_reverb.replay import clients
 from tunix_reverb.replay import tables
 from tunix_reverb.replay import test_utils
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))  # For `sweeper_rig`.
 
 _SERVER_MAIN = pathlib.Path(__file__).parent / 'server_main.py'
 

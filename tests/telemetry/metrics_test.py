@@ -26,6 +26,7 @@ episodes_total blocked_s_total environment_failures_total items_total
 utilisation_act utilisation_environment utilisation_adder
 table_items inserts_total samples_total inserts_blocked samples_blocked
 inserts_blocked_s_total samples_blocked_s_total replay_checkpoint_s
+swept_lag_total swept_age_total sweep_entries sweep_s
 evaluation_return_mean evaluation_return_std evaluation_return_min
 evaluation_return_max evaluation_episodes evaluation_length_mean
 """.split()

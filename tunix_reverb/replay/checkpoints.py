@@ -251,6 +251,15 @@ class CheckpointStore:
     return target
 
 
+def data_directory(path: pathlib.Path) -> pathlib.Path:
+  """Where Reverb's files of the retained checkpoint at `path` are.
+
+  Raises:
+    DamagedCheckpointError: its manifest is unreadable.
+  """
+  return path / _read_manifest(path).reverb_name
+
+
 def _read_manifest(path: pathlib.Path) -> RetainedCheckpoint:
   try:
     manifest: dict[str, Any] = json.loads((path / _MANIFEST).read_text())

@@ -56,6 +56,28 @@ def make_server(
   )
 
 
+def make_sweeper(
+  server: Any, *, columns: types.Trajectories, **kwargs: Any
+) -> Any:
+  """Sweeps what a server of this process serves; see `sweeper.Sweeper`.
+
+  Args:
+    server: of `make_server`; its table must be balanced by permits.
+    columns: of the server.
+    **kwargs: of the sweeper.
+  """
+  from tunix_reverb.replay import checkpoint_items
+  from tunix_reverb.replay import checkpoints
+  from tunix_reverb.replay import sweeper
+
+  restored = None
+  if server.restored_from is not None:
+    restored = checkpoint_items.CheckpointItems(
+      checkpoints.data_directory(server.restored_from), columns
+    )
+  return sweeper.Sweeper(server.address, restored=restored, **kwargs)
+
+
 def make_writer(
   address: str,
   *,

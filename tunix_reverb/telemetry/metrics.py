@@ -214,6 +214,22 @@ def _replay_server() -> dict[str, Metric]:
       'Seconds that samples were held back since the server started.',
     ),
     replay_checkpoint_s=('s', 'Seconds the last replay checkpoint took.'),
+    swept_lag_total=(
+      'items',
+      'Items removed from the table since the process began because their '
+      'policy_lag exceeded max_policy_lag. With admission only, as the other '
+      'metrics of the sweeper.',
+    ),
+    swept_age_total=(
+      'items',
+      'Items removed from the table because they were older than max_age_s.',
+    ),
+    sweep_entries=(
+      'items',
+      'Items the sweeper knows of, consumed ones included until they are too '
+      'old.',
+    ),
+    sweep_s=('s', 'Seconds the last sweep took.'),
   )
 
 

@@ -33,6 +33,7 @@ from tunix_reverb.learner import publisher as publisher_lib
 from tunix_reverb.learner import update as update_lib
 from tunix_reverb.networks import policy_network
 from tunix_reverb.replay import adder as adder_lib
+from tunix_reverb.replay import clients
 from tunix_reverb.replay import tables
 from tunix_reverb.sharding import mesh as mesh_lib
 from tunix_reverb.staleness import bound as bound_lib
@@ -107,6 +108,28 @@ def make_bound(config: config_lib.ExperimentConfig) -> bound_lib.StalenessBound:
   return bound_lib.StalenessBound(
     max_policy_lag=config.staleness.max_policy_lag,
     max_age_s=config.staleness.max_age_s,
+  )
+
+
+def make_sweeper(
+  config: config_lib.ExperimentConfig,
+  server: Any,
+  columns: types.Trajectories,
+) -> Any:
+  """The sweeper of a replay server; None where its table needs none.
+
+  Args:
+    config: the run's config.
+    server: of `clients.make_server`.
+    columns: `Trajectories` of `ColumnSpec`, as the server has them.
+  """
+  if server.balance != tables.PERMIT_BALANCE:
+    return None
+  return clients.make_sweeper(
+    server,
+    columns=columns,
+    bound=make_bound(config),
+    period_s=config.staleness.sweep_period_s,
   )
 
 

@@ -59,6 +59,7 @@ class ReplayServer:
     port: it serves on.
     address: 'localhost:port', for clients on this machine.
     restored_from: the retained checkpoint that was loaded, or None.
+    balance: what keeps the trajectory table's balance; see `TableConfig`.
   """
 
   def __init__(
@@ -76,6 +77,7 @@ class ReplayServer:
     self.restored_from: pathlib.Path | None = None
     self._start_timeout_s = start_timeout_s
     self._description = tables.describe(config, columns)
+    self.balance = self._description.balance
     self._checkpointing = threading.Lock()
     self._store: checkpoints.CheckpointStore | None = None
     _check_columns(self._description.signature)
