@@ -50,10 +50,14 @@ class HealthCheck(abc.ABC):
       errors.ReplayUnavailableError: it has not.
     """
 
+  def _is_due(self) -> bool:
+    """Whether to ask now."""
+    return self.silent_s() >= self._period_s
+
   def _run(self) -> None:
     was_silent = False
     while not self._stop.wait(self._period_s):
-      if self.silent_s() < self._period_s:
+      if not self._is_due():
         continue
       try:
         self._ask()

@@ -10,6 +10,7 @@ that were written with the numbers of bfloat16 or float8 are read as such.
 from __future__ import annotations
 
 from collections.abc import Sequence
+import functools
 
 import ml_dtypes
 import numpy as np
@@ -94,8 +95,21 @@ def _is_raw(stored: np.dtype, dtype: np.dtype) -> bool:
 
 def varint(value: int) -> bytes:
   """`value` >= 0 in protobuf's variable-length encoding."""
-  if value < 0x80:
-    return bytes((value,))
+  if value < 1 << 28:
+    return _varint(value)
+  # Of the keys that a writer counts up, only the low bits change.
+  return bytes(
+    (
+      value & 0x7F | 0x80,
+      value >> 7 & 0x7F | 0x80,
+      value >> 14 & 0x7F | 0x80,
+      value >> 21 & 0x7F | 0x80,
+    )
+  ) + _varint(value >> 28)
+
+
+@functools.lru_cache(4096)
+def _varint(value: int) -> bytes:
   encoded = bytearray()
   while value >= 0x80:
     encoded.append(value & 0x7F | 0x80)
