@@ -207,11 +207,21 @@ def test_columns_can_be_written_to():
   assert column.flags.aligned
 
 
-def test_squeezing_more_than_one_timestep_is_poison():
+@pytest.mark.parametrize(
+  'squeeze, whole_arrays', [(True, False), (False, True)]
+)
+def test_squeezing_more_than_one_timestep_is_poison(squeeze, whole_arrays):
+  columns = [([(_CHUNK_KEY, 0, 2, 0)], squeeze)]
   with pytest.raises(errors.PoisonItemError, match='column 0: its 2 timesteps'):
-    _columns([np.zeros((2, 3))], [([(_CHUNK_KEY, 0, 2, 0)], True)], False)
-  with pytest.raises(errors.PoisonItemError, match='column 0: its 2 timesteps'):
-    _columns([np.zeros((2, 3))])
+    _columns([np.zeros((2, 3))], columns, whole_arrays)
+
+
+def test_a_whole_array_that_is_one_row_of_several():
+  array = np.arange(6).reshape(3, 2)
+  for offset in (0, 2):
+    columns = [([(_CHUNK_KEY, offset, 1, 0)], False)]
+    (column,) = _columns([array], columns, delta_encoded=True)
+    _assert_equal(column, array[offset])
 
 
 def _poisoned(kind: str):

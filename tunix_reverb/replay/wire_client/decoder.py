@@ -14,7 +14,6 @@ laid end to end.
 from __future__ import annotations
 
 from collections.abc import Sequence
-import math
 from typing import Any
 from typing import NamedTuple
 
@@ -25,19 +24,20 @@ import numpy as np
 from tunix_reverb import errors
 from tunix_reverb.replay.wire_client import codec
 from tunix_reverb.replay.wire_client import protocol
+from tunix_reverb.replay.wire_client import tensors as tensors_lib
 from tunix_reverb.replay.wire_client import wire_format
-
-# The densest element of a Snappy block makes 64 bytes out of 3.
-_MAX_RATIO = 22
 
 # Slices of a tensor may overlap: bytes that the slices of a column are joined
 # to, at most, per byte of the item as it came, and in all.
 _MAX_EXPANSION = 1024
 _MAX_JOINED_BYTES = 1 << 32
 
-# Headers and layouts remembered; they differ little from item to item.
-_MAX_REMEMBERED = 4096
+# Layouts remembered; they differ little from item to item.
+_MAX_LAYOUTS = 1024
 _MAX_LAYOUT_BYTES = 1 << 14
+
+# A key so short could be found in other places of a layout as well.
+_MIN_KEY_BYTES = 5
 
 # What malformed bytes make this module, or what it calls, raise.
 _MALFORMED = (
@@ -46,10 +46,7 @@ _MALFORMED = (
   OverflowError,
   MemoryError,
   cramjam.DecompressionError,
-  message_lib.DecodeError,
 )
-
-_decompress_into = cramjam.snappy.decompress_raw_into
 
 
 class RawItem(NamedTuple):
@@ -77,12 +74,8 @@ class RawItem(NamedTuple):
   columns: list[np.ndarray]
 
 
-class Span(NamedTuple):
-  """The message in `data[start:stop]`."""
-
-  data: bytes
-  start: int
-  stop: int
+# The message in `data[start:stop]`: data, start and stop.
+Span = tuple[bytes, int, int]
 
 
 class EncodedItem(NamedTuple):
@@ -96,7 +89,7 @@ class Splitter:
   """Cuts the responses of one stream into items; no copies, no decoding."""
 
   def __init__(self) -> None:
-    self._info = Span(b'', 0, 0)
+    self._info: Span = (b'', 0, 0)
     self._chunks: list[Span] = []
 
   def split(self, response: bytes) -> list[EncodedItem]:
@@ -113,7 +106,7 @@ class Splitter:
     try:
       for number, value in wire_format.fields(response, 0, len(response)):
         if number == 1:
-          self._add_entry(response, wire_format.span(value), items)
+          self._add_entry(response, *wire_format.span(value), items)
     except (ValueError, IndexError) as e:
       raise errors.PoisonItemError(
         f'a response of the replay server cannot be read: {e}', key=None
@@ -121,27 +114,43 @@ class Splitter:
     return items
 
   def _add_entry(
-    self, data: bytes, entry: tuple[int, int], items: list[EncodedItem]
+    self, data: bytes, start: int, stop: int, items: list[EncodedItem]
   ) -> None:
+    """Reads a SampleEntry."""
     ended = False
-    for number, value in wire_format.fields(data, *entry):
-      if number == 2:
-        self._chunks.append(Span(data, *wire_format.span(value)))
-      elif number == 1:
-        self._info = Span(data, *wire_format.span(value))
-      elif number == 3:
-        ended = wire_format.number(value) != 0
+    while start < stop:
+      tag = data[start]
+      size, start = wire_format.varint(data, start + 1)
+      if tag == 0x18:
+        ended = size != 0
+        continue
+      end = start + size
+      if end > stop or tag not in (0x0A, 0x12):
+        raise ValueError(f'an entry has a field of tag {tag} at byte {start}')
+      if tag == 0x12:
+        self._chunks.append((data, start, end))
+      else:
+        self._info = (data, start, end)
+      start = end
     if ended:
       items.append(EncodedItem(self._info, self._chunks))
-      self._info, self._chunks = Span(b'', 0, 0), []
+      self._info, self._chunks = (b'', 0, 0), []
 
 
 class _Chunk(NamedTuple):
-  """A ChunkData; `tensors` are where its TensorProtos start and stop."""
+  """A ChunkData whose tensors are in `data[start:stop]`."""
 
   data: bytes
-  tensors: list[tuple[int, int]]
+  start: int
+  stop: int
   delta_encoded: bool
+
+  def tensors(self) -> list[tuple[int, int]]:
+    """Where each TensorProto starts and stops."""
+    fields = wire_format.fields(self.data, self.start, self.stop)
+    return [
+      wire_format.span(tensor) for number, tensor in fields if number == 1
+    ]
 
 
 class _Slice(NamedTuple):
@@ -156,21 +165,6 @@ class _Slice(NamedTuple):
 class _Column(NamedTuple):
   slices: list[_Slice]
   squeeze: bool
-
-
-class _Layout(NamedTuple):
-  """An item's columns; `simple` if column i is the one row of tensor i."""
-
-  columns: list[_Column]
-  simple: bool
-
-
-class _Form(NamedTuple):
-  """What a tensor's dtype and shape say."""
-
-  dtype: np.dtype
-  shape: tuple[int, ...]
-  num_bytes: int
 
 
 class Decoder:
@@ -193,8 +187,8 @@ class Decoder:
   ):
     self._dtypes = dtypes
     self._whole_arrays = whole_arrays
-    self._forms: dict[bytes, _Form] = {}
-    self._layouts: dict[tuple[bytes, ...], _Layout] = {}
+    self._tensors = tensors_lib.TensorReader()
+    self._layouts: dict[tuple[bytes, ...], int] = {}
 
   def decode(self, item: EncodedItem) -> RawItem:
     """The item with its columns.
@@ -233,165 +227,170 @@ class Decoder:
 
   def _columns(self, trajectory: Any, spans: list[Span]) -> list[np.ndarray]:
     """Decodes every column of a FlatTrajectory."""
-    chunks = dict(_read_chunk(span) for span in spans)
-    layout = self._layout(trajectory, chunks)
-    if layout.simple and self._whole_arrays:
-      columns = self._simple_columns(len(layout.columns), chunks)
-    else:
-      limit = min(
-        _MAX_JOINED_BYTES,
-        _MAX_EXPANSION * sum(span.stop - span.start for span in spans),
-      )
-      decoded: dict[tuple[int, int], np.ndarray] = {}
-      columns = []
-      for i, column in enumerate(layout.columns):
-        try:
-          columns.append(self._column(column, chunks, decoded, limit))
-        except _MALFORMED as e:
-          raise ValueError(f'column {i}: {e}') from e
+    chunks = dict(_read_chunk(*span) for span in spans)
+    columns = None
+    if self._whole_arrays and len(chunks) == 1:
+      columns = self._whole_columns(trajectory, chunks)
+    if columns is None:
+      size = sum(stop - start for _, start, stop in spans)
+      columns = _ColumnReader(
+        chunks,
+        self._tensors,
+        squeeze_all=self._whole_arrays,
+        max_joined_bytes=min(_MAX_JOINED_BYTES, _MAX_EXPANSION * size),
+      ).read(_read_layout(trajectory))
     if self._dtypes is not None:
       columns = [codec.view_as(a, d) for a, d in zip(columns, self._dtypes)]
     return columns
 
-  def _layout(self, trajectory: Any, chunks: dict[int, _Chunk]) -> _Layout:
-    """Reads the layout, unless an item differed in the chunk's key alone."""
-    # Slices name their chunk: only where they are not looked at may a layout
-    # serve for another item.
-    if len(chunks) != 1 or not self._whole_arrays:
-      return _read_layout(trajectory)
-    (key,) = chunks
-    encoded = trajectory.SerializeToString()
-    # A short key could be found in other places as well.
-    if key < 1 << 28 or len(encoded) > _MAX_LAYOUT_BYTES:
-      return _read_layout(trajectory)
-    pieces = tuple(encoded.split(b'\x08' + codec.varint(key)))
-    layout = self._layouts.get(pieces)
-    if layout is None:
-      layout = _read_layout(trajectory)
-      if layout.simple and len(pieces) == 1 + len(layout.columns):
-        _remember(self._layouts, pieces, layout)
-    return layout
-
-  def _simple_columns(
-    self, num_columns: int, chunks: dict[int, _Chunk]
-  ) -> list[np.ndarray]:
-    """The whole arrays of the only chunk."""
-    (chunk,) = chunks.values()
-    if len(chunk.tensors) < num_columns:
-      raise ValueError(
-        f'its chunk has {len(chunk.tensors)} tensors for {num_columns} columns'
-      )
-    columns: list[np.ndarray] = []
+  def _whole_columns(
+    self, trajectory: Any, chunks: dict[bytes, _Chunk]
+  ) -> list[np.ndarray] | None:
+    """The whole arrays of the only chunk, if nothing about it is unusual."""
+    ((key, chunk),) = chunks.items()
     try:
-      for start, stop in chunk.tensors[:num_columns]:
-        array = self._tensor(chunk.data, start, stop)
-        if array.shape[0] != 1:
-          raise ValueError(_no_whole_array(array))
-        # A single row is not changed by delta encoding.
-        columns.append(array[0, ...])
-    except _MALFORMED as e:
-      raise ValueError(f'column {len(columns)}: {e}') from e
-    return columns
+      count = self._num_whole_columns(trajectory, key)
+      # A single row is as it was before delta encoding.
+      return self._tensors.read_rows(*chunk[:3], count) if count else None
+    except _MALFORMED:
+      return None
 
-  def _column(
-    self,
-    column: _Column,
-    chunks: dict[int, _Chunk],
-    decoded: dict[tuple[int, int], np.ndarray],
-    limit: int,
-  ) -> np.ndarray:
-    """Decodes one column, whatever its layout.
+  def _num_whole_columns(self, trajectory: Any, key: bytes) -> int:
+    """The number of columns if column i is the first row of tensor i, else 0.
 
-    Args:
-      column: its slices.
-      chunks: by key.
-      decoded: tensors of this item by key of their chunk and index.
-      limit: bytes that slices may be joined to.
+    Items that differ in the chunk's key alone are read once.
     """
-    slices = [self._slice(s, chunks, decoded) for s in column.slices]
+    encoded = trajectory.SerializeToString()
+    if len(key) < _MIN_KEY_BYTES or len(encoded) > _MAX_LAYOUT_BYTES:
+      return _count_whole(_read_layout(trajectory))
+    pieces = tuple(encoded.split(b'\x08' + key))
+    count = self._layouts.get(pieces)
+    if count is None:
+      count = _count_whole(_read_layout(trajectory))
+      if len(pieces) != 1 + count:
+        return count
+      if len(self._layouts) >= _MAX_LAYOUTS:
+        self._layouts.clear()
+      self._layouts[pieces] = count
+    return count
+
+
+class _ColumnReader:
+  """Decodes the columns of one item, whatever its layout."""
+
+  def __init__(
+    self,
+    chunks: dict[bytes, _Chunk],
+    reader: tensors_lib.TensorReader,
+    *,
+    squeeze_all: bool,
+    max_joined_bytes: int,
+  ):
+    """Args: as `Decoder`'s; `chunks` by their keys as they are encoded."""
+    self._chunks = chunks
+    self._reader = reader
+    self._squeeze_all = squeeze_all
+    self._max_joined_bytes = max_joined_bytes
+    self._spans = {key: chunk.tensors() for key, chunk in chunks.items()}
+    self._decoded: dict[tuple[bytes, int], np.ndarray] = {}
+
+  def read(self, columns: list[_Column]) -> list[np.ndarray]:
+    """The columns' arrays.
+
+    Raises:
+      ValueError: one is malformed; names it.
+    """
+    arrays: list[np.ndarray] = []
+    try:
+      for column in columns:
+        arrays.append(self._column(column))
+    except _MALFORMED as e:
+      raise ValueError(f'column {len(arrays)}: {e}') from e
+    return arrays
+
+  def _column(self, column: _Column) -> np.ndarray:
+    slices = [self._slice(part) for part in column.slices]
     if not slices:
       raise ValueError('it has no slices')
-    array = slices[0] if len(slices) == 1 else _join(slices, limit)
-    if not (column.squeeze or self._whole_arrays):
+    array = slices[0] if len(slices) == 1 else self._join(slices)
+    if not (column.squeeze or self._squeeze_all):
       return array
     if array.shape[0] != 1:
-      raise ValueError(_no_whole_array(array))
+      raise ValueError(f'its {array.shape[0]} timesteps must be one')
     return array[0, ...]
 
-  def _slice(
-    self,
-    part: _Slice,
-    chunks: dict[int, _Chunk],
-    decoded: dict[tuple[int, int], np.ndarray],
-  ) -> np.ndarray:
-    key, offset, length, index = part
-    if key not in chunks:
-      raise ValueError(f'chunk {key} is missing')
-    chunk = chunks[key]
-    if not 0 <= index < len(chunk.tensors):
+  def _slice(self, part: _Slice) -> np.ndarray:
+    number, offset, length, index = part
+    key = codec.varint(number)
+    if key not in self._chunks:
+      raise ValueError(f'chunk {number} is missing')
+    if not 0 <= index < len(self._spans[key]):
       raise ValueError(
-        f'its index ({index}) must be one of the {len(chunk.tensors)} tensors '
-        f'of chunk {key}'
+        f'its index ({index}) must be one of the {len(self._spans[key])} '
+        f'tensors of chunk {number}'
       )
-    array = decoded.get((key, index))
+    array = self._decoded.get((key, index))
     if array is None:
-      array = self._tensor(chunk.data, *chunk.tensors[index])
-      if chunk.delta_encoded:
-        _undo_delta(array)
-      decoded[key, index] = array
+      chunk = self._chunks[key]
+      array = self._reader.read(
+        chunk.data, *self._spans[key][index], chunk.delta_encoded
+      )
+      self._decoded[key, index] = array
     if offset < 0 or length < 0 or offset + length > array.shape[0]:
       raise ValueError(
         f'its slice of {length} timesteps from {offset} on must lie within '
-        f'the {array.shape[0]} of chunk {key}'
+        f'the {array.shape[0]} of chunk {number}'
       )
     return array[offset : offset + length]
 
-  def _tensor(self, data: bytes, start: int, stop: int) -> np.ndarray:
-    """Decodes a TensorProto but for its delta encoding."""
-    # As every writer orders it: dtype, shape, content, once each.
-    middle = start + 4 + data[start + 3]
-    form = self._forms.get(data[start:middle])
-    if form is not None and data[middle] == _CONTENT_TAG:
-      size, offset = wire_format.varint(data, middle + 1)
-      if offset + size == stop:
-        return _fill(form, memoryview(data)[offset:stop])
-    tensor = protocol.TensorProto.FromString(data[start:stop])
-    form = _read_form(tensor)
-    content = tensor.tensor_content
-    tensor.ClearField('tensor_content')
-    header = tensor.SerializeToString()
-    if header == data[start:middle]:
-      _remember(self._forms, header, form)
-    return _fill(form, content)
+  def _join(self, slices: list[np.ndarray]) -> np.ndarray:
+    """Lays slices end to end."""
+    first = slices[0]
+    for array in slices:
+      if array.dtype != first.dtype or array.shape[1:] != first.shape[1:]:
+        raise ValueError(
+          f'its slices must agree: {first.dtype} of shape {first.shape}, and '
+          f'{array.dtype} of shape {array.shape}'
+        )
+    num_bytes = sum(array.nbytes for array in slices)
+    if num_bytes > self._max_joined_bytes:
+      raise ValueError(
+        f'its slices join to {num_bytes} bytes, over {self._max_joined_bytes}'
+      )
+    return np.concatenate(slices)
 
 
-_CONTENT_TAG = 0x22
+def _read_chunk(data: bytes, start: int, stop: int) -> tuple[bytes, _Chunk]:
+  """Key of a ChunkData, as it is encoded, and what it holds.
+
+  The server orders fields by number: what follows the tensors are sizes.
+  """
+  key, delta_encoded = b'\0', False
+  while start < stop:
+    tag = data[start]
+    start += 1
+    if tag == 0x08:
+      end = start
+      while data[end] >= 0x80:
+        end += 1
+      end += 1
+      key = data[start:end]
+    else:
+      value, end = wire_format.varint(data, start)
+      if tag == 0x20:
+        delta_encoded = value != 0
+      elif tag == 0x2A and end + value <= stop:
+        return key, _Chunk(data, end, end + value, delta_encoded)
+      elif tag == 0x12:
+        end += value
+      elif tag & 7:
+        raise ValueError(f'a chunk has a field of tag {tag} at byte {start}')
+    start = end
+  return key, _Chunk(data, stop, stop, delta_encoded)
 
 
-def _remember(memory: dict[Any, Any], key: Any, value: Any) -> None:
-  if len(memory) >= _MAX_REMEMBERED:
-    memory.clear()
-  memory[key] = value
-
-
-def _read_chunk(span: Span) -> tuple[int, _Chunk]:
-  """Key of a ChunkData, and where its tensors are."""
-  key, delta_encoded = 0, False
-  tensors: list[tuple[int, int]] = []
-  data = span.data
-  for number, value in wire_format.fields(*span):
-    if number == 1:
-      key = wire_format.number(value)
-    elif number == 4:
-      delta_encoded = wire_format.number(value) != 0
-    elif number == 5:
-      for index, tensor in wire_format.fields(data, *wire_format.span(value)):
-        if index == 1:
-          tensors.append(wire_format.span(tensor))
-  return key, _Chunk(data, tensors, delta_encoded)
-
-
-def _read_layout(trajectory: Any) -> _Layout:
+def _read_layout(trajectory: Any) -> list[_Column]:
+  """Reads a FlatTrajectory."""
   columns = [
     _Column(
       [
@@ -404,71 +403,17 @@ def _read_layout(trajectory: Any) -> _Layout:
   ]
   if not columns:
     raise ValueError('it has no columns')
-  return _Layout(columns, _is_simple(columns))
+  return columns
 
 
-def _is_simple(columns: list[_Column]) -> bool:
+def _count_whole(columns: list[_Column]) -> int:
+  """The number of columns if column i is the first row of tensor i, else 0."""
   if not columns[0].slices:
-    return False
+    return 0
   first = columns[0].slices[0]
-  return first[1:] == (0, 1, 0) and all(
-    column.slices == [first._replace(index=i)]
-    for i, column in enumerate(columns)
-  )
-
-
-def _read_form(tensor: Any) -> _Form:
-  """Reads dtype and shape of a TensorProto."""
-  dtype = codec.DTYPES.get(tensor.dtype)
-  if dtype is None:
-    raise ValueError(f'its dtype ({tensor.dtype}) is unknown')
-  shape = tuple(dim.size for dim in tensor.tensor_shape.dim)
-  if not shape or min(shape) < 0:
-    raise ValueError(
-      f'its shape ({list(shape)}) must have a time axis and no size below 0'
-    )
-  return _Form(dtype, shape, math.prod(shape) * dtype.itemsize)
-
-
-def _fill(form: _Form, content: bytes | memoryview) -> np.ndarray:
-  """A new array of `form` with the elements in `content`."""
-  dtype, shape, num_bytes = form
-  if num_bytes > _MAX_RATIO * len(content):
-    raise ValueError(
-      f'{len(content)} bytes cannot hold {dtype} of shape {list(shape)}'
-    )
-  if dtype.hasobject:
-    strings = codec.decode_strings(content, math.prod(shape))
-    array = np.empty(len(strings), dtype)
-    array[:] = strings
-    return array.reshape(shape)
-  array = np.empty(shape, dtype)
-  if len(content) and _decompress_into(content, array) != num_bytes:
-    raise ValueError(f'its content must fill {dtype} of shape {list(shape)}')
-  return array
-
-
-def _undo_delta(array: np.ndarray) -> None:
-  """Sums up along axis 0, in place, where Reverb differences."""
-  if array.dtype.kind in 'iu' and array.ndim >= 2:
-    unsigned = array.view(f'u{array.dtype.itemsize}')
-    np.add.accumulate(unsigned, axis=0, dtype=unsigned.dtype, out=unsigned)
-
-
-def _join(slices: list[np.ndarray], limit: int) -> np.ndarray:
-  """Lays slices end to end."""
-  first = slices[0]
-  for array in slices:
-    if array.dtype != first.dtype or array.shape[1:] != first.shape[1:]:
-      raise ValueError(
-        f'its slices must agree: {first.dtype} of shape {first.shape}, and '
-        f'{array.dtype} of shape {array.shape}'
-      )
-  num_bytes = sum(array.nbytes for array in slices)
-  if num_bytes > limit:
-    raise ValueError(f'its slices join to {num_bytes} bytes, over {limit}')
-  return np.concatenate(slices)
-
-
-def _no_whole_array(array: np.ndarray) -> str:
-  return f'its {array.shape[0]} timesteps must be one'
+  if first[1:] != (0, 1, 0):
+    return 0
+  for i, column in enumerate(columns):
+    if column.slices != [first._replace(index=i)]:
+      return 0
+  return len(columns)

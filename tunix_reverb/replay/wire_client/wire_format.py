@@ -84,3 +84,13 @@ def number(value: Value) -> int:
   if not isinstance(value, int):
     raise ValueError('a message stands where a number should')
   return value & 0xFFFF_FFFF_FFFF_FFFF
+
+
+def signed(value: Value) -> int:
+  """A signed number of 64 bits, in two's complement.
+
+  Raises:
+    ValueError: the field holds no varint.
+  """
+  unsigned = number(value)
+  return unsigned - (1 << 64) if unsigned >> 63 else unsigned
