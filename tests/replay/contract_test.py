@@ -68,18 +68,3 @@ class TestOfficialItemSampler(test_utils.ItemSamplerContract):
     for item in items:
       assert writer.write(item, 10.0)
     assert writer.close(10.0)
-
-
-class TestReverbVariables(test_utils.VariablesContract):
-  @pytest.fixture(autouse=True)
-  def _serve(self, start_server, closing):
-    self._closing = closing
-    self._server = start_server()
-
-  def make_sink(self):
-    return self._closing(clients.make_variable_sink(self._server.address))
-
-  def make_source(self):
-    return self._closing(
-      clients.make_variable_source(self._server.address, period_s=0.01)
-    )

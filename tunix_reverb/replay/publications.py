@@ -79,7 +79,9 @@ def unpack(columns: Sequence[np.ndarray]) -> Publication:
     ValueError: it is not a publication, or not as it was published.
   """
   if len(columns) != len(COLUMNS) or not all(
-    column.dtype == spec.dtype and column.ndim == len(spec.shape) + 1
+    column.dtype == spec.dtype
+    and column.ndim == len(spec.shape) + 1
+    and len(column)
     for column, spec in zip(columns, COLUMNS.values())
   ):
     raise ValueError('published variables must have the columns of their table')

@@ -114,6 +114,8 @@ class _Transport(variable_exchange.Transport):
             return self._decoder.decode(item).columns
       finally:
         stream.cancel()
+    except errors.PoisonItemError:
+      raise
     except _ERRORS as e:
       raise self._unavailable(e) from e
     raise errors.ReplayUnavailableError(
