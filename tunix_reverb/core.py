@@ -243,8 +243,13 @@ class PermitSource(abc.ABC):
     """
 
   @abc.abstractmethod
-  def close(self) -> None:
-    """Asks for no more; idempotent."""
+  def close(self, held: Sequence[int] = ()) -> None:
+    """Asks for no more, and gives permits back unused; idempotent.
+
+    Args:
+      held: ids of permits taken whose trajectories will not be sent; those
+        that nobody has taken go back with them.
+    """
 
 
 class PermitTable(abc.ABC):

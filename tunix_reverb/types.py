@@ -194,7 +194,8 @@ class Removal(NamedTuple):
   Attributes:
     permit_id: it was begun under.
     length: transitions.
-    cause: a code of `staleness.bound.CAUSES`.
+    cause: a code of `staleness.bound.CAUSES`; FRESH if there is no trajectory
+      and the permit was given back unused.
   """
 
   permit_id: int

@@ -19,7 +19,6 @@ from typing import Any
 import zlib
 
 import jax
-import orbax.checkpoint as ocp
 
 from tunix_reverb import errors
 from tunix_reverb import types
@@ -48,6 +47,10 @@ class LearnerCheckpointer:
       raise ValueError(f'max_to_keep ({max_to_keep}) must be >= 1')
     self._directory = pathlib.Path(directory).absolute()
     self._max_to_keep = max_to_keep
+    # Imported here: a tenth of a role's start, for those that save or load.
+    import orbax.checkpoint as ocp
+
+    self._ocp = ocp
     self._checkpointer = ocp.AsyncCheckpointer(
       ocp.CompositeCheckpointHandler('state', 'metadata')
     )
@@ -83,9 +86,9 @@ class LearnerCheckpointer:
       self._directory.mkdir(parents=True, exist_ok=True)
       self._checkpointer.save(
         path,
-        args=ocp.args.Composite(
-          state=ocp.args.StandardSave(state),
-          metadata=ocp.args.JsonSave(dict(metadata)),
+        args=self._ocp.args.Composite(
+          state=self._ocp.args.StandardSave(state),
+          metadata=self._ocp.args.JsonSave(dict(metadata)),
         ),
         force=True,
       )
@@ -153,12 +156,16 @@ class LearnerCheckpointer:
       errors.CheckpointError: there is none that can be loaded; names every one
         that was tried, and why it was not.
     """
-    template = jax.tree_util.tree_map(ocp.utils.to_shape_dtype_struct, template)
+    template = jax.tree_util.tree_map(
+      self._ocp.utils.to_shape_dtype_struct, template
+    )
 
     def restore(path: pathlib.Path) -> tuple[types.Nest, Metadata]:
       restored = self._checkpointer.restore(
         path,
-        args=ocp.args.Composite(state=ocp.args.StandardRestore(template)),
+        args=self._ocp.args.Composite(
+          state=self._ocp.args.StandardRestore(template)
+        ),
       )
       return restored['state'], self._restore_metadata(path)
 
@@ -166,7 +173,7 @@ class LearnerCheckpointer:
 
   def _restore_metadata(self, path: pathlib.Path) -> Metadata:
     return self._checkpointer.restore(
-      path, args=ocp.args.Composite(metadata=ocp.args.JsonRestore())
+      path, args=self._ocp.args.Composite(metadata=self._ocp.args.JsonRestore())
     )['metadata']
 
   def _newest(self, load: Callable[[pathlib.Path], Any]) -> Any:

@@ -3,7 +3,8 @@
 One thread samples items, drops what is too old, packs, and places the batch on
 the devices, while the learner computes. It packs ahead by `prefetch_batches`
 only: data that waits in the table keeps its order there, data that waits here
-ages.
+ages. With admission it takes whatever arrives, since updates may be held for
+it; then the permits bound what waits here.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 from tunix_reverb import core
 from tunix_reverb import types
 from tunix_reverb.batching import packer as packer_lib
+from tunix_reverb.learner import admission as admission_lib
 from tunix_reverb.staleness import bound as bound_lib
 from tunix_reverb.telemetry import drops as drops_lib
 
@@ -26,6 +28,7 @@ from tunix_reverb.telemetry import drops as drops_lib
 # fraction of max_age_s, so that the rest is left for placing and learning it.
 _FLUSH_AGE_FRACTION = 0.8
 _POLL_S = 0.05
+_ADMISSION_POLL_S = 0.01
 
 
 class Feed(Iterator[types.PackedBatch | None]):
@@ -47,6 +50,7 @@ class Feed(Iterator[types.PackedBatch | None]):
     prefetch_batches: int,
     timeout_s: float = 1.0,
     on_item: Callable[[], None] = lambda: None,
+    admission: admission_lib.Admission | None = None,
   ):
     """Reads from `sampler` once `start` is called.
 
@@ -60,6 +64,7 @@ class Feed(Iterator[types.PackedBatch | None]):
       prefetch_batches: batches packed and placed ahead.
       timeout_s: longest wait of `__next__`, seconds.
       on_item: called for every item, as a sign of progress.
+      admission: says when a batch may be packed; None packs what there is.
     """
     self._sampler = sampler
     self._packer = packer
@@ -69,6 +74,7 @@ class Feed(Iterator[types.PackedBatch | None]):
     self._learner_version = learner_version
     self._timeout_s = timeout_s
     self._on_item = on_item
+    self._admission = admission
     # None comes last, from a thread that has failed.
     self._ready: queue.Queue[types.PackedBatch | None] = queue.Queue(
       prefetch_batches
@@ -126,6 +132,10 @@ class Feed(Iterator[types.PackedBatch | None]):
   def _run(self) -> None:
     try:
       while not self._stop.is_set():
+        if self._admission is not None:
+          self._emit(self._pop_admitted(self._admission))
+          self._take(self._sampler.sample(_ADMISSION_POLL_S))
+          continue
         self._wait_for_room()
         self._emit(self._packer.pop(flush=self._must_flush()))
         if not self._ready.full():
@@ -139,6 +149,16 @@ class Feed(Iterator[types.PackedBatch | None]):
       self._room.wait_for(
         lambda: not self._ready.full() or self._stop.is_set(), timeout=1.0
       )
+
+  def _pop_admitted(
+    self, admission: admission_lib.Admission
+  ) -> types.PackedBatch | None:
+    if self._ready.full() or not admission.may_pack(
+      self._packer.pending_lengths.size,
+      is_ready=self._packer.is_ready or self._must_flush(),
+    ):
+      return None
+    return self._packer.pop(flush=True)
 
   def _must_flush(self) -> bool:
     oldest_s = self._packer.oldest_created_at_s()
@@ -177,9 +197,14 @@ class Feed(Iterator[types.PackedBatch | None]):
       learner_version=self._learner_version(),
       now_s=time.time(),
     )
-    self._drops.see(trajectories.lengths)
-    count_drops(self._drops, causes, trajectories.lengths)
-    self._packer.add(trajectories, causes == bound_lib.FRESH)
+    lengths, keep = trajectories.lengths, causes == bound_lib.FRESH
+    if self._admission is not None:
+      is_news = self._admission.arrive(trajectories.permit_id)
+      self._admission.settle(trajectories.permit_id[is_news & ~keep])
+      lengths, causes, keep = lengths[is_news], causes[is_news], keep & is_news
+    self._drops.see(lengths)
+    count_drops(self._drops, causes, lengths)
+    self._packer.add(trajectories, keep)
 
 
 def count_drops(

@@ -19,6 +19,7 @@ import numpy as np
 from tunix_reverb import core
 from tunix_reverb import errors
 from tunix_reverb import types
+from tunix_reverb.learner import admission as admission_lib
 from tunix_reverb.learner import feed as feed_lib
 from tunix_reverb.learner import publisher as publisher_lib
 from tunix_reverb.learner import report as report_lib
@@ -64,6 +65,7 @@ class PackedLearner(core.Learner):
     publisher: publisher_lib.Publisher | None = None,
     limits: RunLimits = RunLimits(),
     policy_version: int = 0,
+    admission: admission_lib.Admission | None = None,
     on_report: Callable[[Mapping[str, float], int], None] | None = None,
   ):
     """Starts from `state`.
@@ -77,6 +79,8 @@ class PackedLearner(core.Learner):
       publisher: where variables go; None publishes nothing.
       limits: periods and limits.
       policy_version: version published last.
+      admission: gets the permits of what was learnt back, and says when the
+        next version may be published; None always lets it.
       on_report: takes (metrics, learner_step) every `report_period_s`.
     """
     self._state = state
@@ -86,6 +90,7 @@ class PackedLearner(core.Learner):
     self._drops = drops
     self._publisher = publisher
     self._limits = limits
+    self._admission = admission
     self._on_report = on_report
     self._stopped = False
     self.policy_version = policy_version
@@ -105,8 +110,10 @@ class PackedLearner(core.Learner):
     if packed is None:
       return None
     now_s = time.time()
+    permit_id = packed.segments.permit_id
     packed = self._screen(packed, now_s)
     if packed is None:
+      self._finish(permit_id, publish=False)
       return None
     update = self._updates.get(packed.bucket)
     if update is None:
@@ -119,7 +126,8 @@ class PackedLearner(core.Learner):
       jax.block_until_ready(metrics)
     self.learner_step += 1
     self.report.add(packed, self.policy_version, now_s)
-    if self.learner_step % self._limits.publish_period == 0:
+    is_due = self.learner_step % self._limits.publish_period == 0
+    if self._finish(permit_id, publish=is_due):
       self.publish()
     return metrics
 
@@ -187,6 +195,16 @@ class PackedLearner(core.Learner):
       lambda new, old: jax.device_put(new, old.sharding), state, self._state
     )
     self.learner_step = int(self._state.learner_step)
+
+  def _finish(self, permit_id: np.ndarray, *, publish: bool) -> bool:
+    """Gives permits back; returns whether to publish, if that is due."""
+    if self._admission is None:
+      return publish
+    return self._admission.finish(
+      permit_id,
+      learner_step=self.learner_step,
+      publish=publish and self._publisher is not None and self._publisher.idle,
+    )
 
   def _screen(
     self, packed: types.PackedBatch, now_s: float

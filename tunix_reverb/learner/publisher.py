@@ -49,8 +49,12 @@ class Publisher:
 
   @property
   def confirmed_version(self) -> int:
-    """The newest version that others can get."""
-    return max(self._confirmed_version, self._sink.confirmed_version)
+    """The newest version that others can get; of the last one once idle."""
+    with self._wake:
+      if self._next is None and not self._busy:
+        late = self._sink.confirmed_version
+        self._confirmed_version = max(self._confirmed_version, late)
+      return self._confirmed_version
 
   def offer(self, variables: types.Variables) -> None:
     """Publishes `variables` next; call only when `idle`."""
@@ -83,9 +87,10 @@ class Publisher:
           return
         variables, self._next, self._busy = self._next, None, True
       began_s = time.monotonic()
+      confirmed = 0
       try:
         self._sink.publish(variables, self._timeout_s)
-        self._confirmed_version = variables.policy_version
+        confirmed = variables.policy_version
         self.publish_s = time.monotonic() - began_s
       except errors.DeadlineExceededError as e:
         self.publish_s = time.monotonic() - began_s
@@ -95,6 +100,7 @@ class Publisher:
       finally:
         with self._wake:
           self._busy = False
+          self._confirmed_version = max(self._confirmed_version, confirmed)
           self._wake.notify_all()
       if self._error is not None:
         return

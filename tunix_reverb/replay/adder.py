@@ -199,6 +199,10 @@ class TrajectoryAdder(core.VectorAdder):
     """
     self._ring.admit(environment_ids, permit_id, self._clock())
 
+  def held_permits(self) -> list[int]:
+    """Permits given whose trajectories have not ended."""
+    return self._ring.held_permits()
+
   def flush(self) -> None:
     """See base class."""
     self._steps_since_sent = 0
@@ -318,6 +322,10 @@ class _Ring:
     """Gives permits to the trajectories that have just started."""
     self._permit_id[ids] = permit_id
     self._created_at_s[ids] = now_s
+
+  def held_permits(self) -> list[int]:
+    """Permits of trajectories that are open, or of the next ones."""
+    return self._permit_id[self._permit_id != 0].tolist()
 
   def append(
     self,

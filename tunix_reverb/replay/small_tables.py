@@ -86,5 +86,11 @@ def make_small_tables(balance: str) -> tuple[SmallTable, ...]:
     ),
     SmallTable(name=tables.ANNOUNCEMENTS, columns=ENTRY_COLUMNS),
     SmallTable(name=tables.REMOVED, columns=REMOVED_COLUMNS),
-    SmallTable(name=tables.PERMITS, columns={'permit_id': _column('int64')}),
+    SmallTable(
+      name=tables.PERMITS,
+      columns={
+        'permit_id': _column('int64'),
+        'policy_version': _column('int64'),
+      },
+    ),
   )
