@@ -2,8 +2,10 @@
 
 The only module that knows where `shard_map` lives. Mesh axes, outermost first:
 `data` and `fsdp` both split the rows of a batch, `sequence` splits positions,
-`tensor` splits params. Today params are replicated and rows are whole, so
-devices along `sequence` and `tensor` repeat each other's work.
+`tensor` splits heads, MLP features and vocabulary. Params of a transformer are
+split over `fsdp`, `sequence` and `tensor`, so that `data` alone repeats them.
+Networks without positions hold their params whole; for them devices along
+`sequence` and `tensor` repeat each other's work.
 """
 
 from __future__ import annotations
@@ -27,6 +29,10 @@ TENSOR = 'tensor'
 AXES = (DATA, FSDP, SEQUENCE, TENSOR)
 # The axes that hold different rows of a batch.
 BATCH_AXES = (DATA, FSDP)
+# The axes that split a param which every device of them needs whole.
+PARAM_AXES = (FSDP, SEQUENCE)
+# The axes that hold different positions of a row, between blocks.
+POSITION_AXES = (SEQUENCE, TENSOR)
 
 PartitionSpec = jax.sharding.PartitionSpec
 
@@ -86,6 +92,20 @@ def batch_spec() -> PartitionSpec:
   return PartitionSpec(BATCH_AXES)
 
 
+def token_spec() -> PartitionSpec:
+  """Of a leaf [B, L] that goes into a transformer.
+
+  Rows over (data, fsdp), positions over `sequence`; devices along `tensor` hold
+  the same.
+  """
+  return PartitionSpec(BATCH_AXES, SEQUENCE)
+
+
+def position_spec() -> PartitionSpec:
+  """Of a leaf [B, L] that comes out of one: every position on one device."""
+  return PartitionSpec(BATCH_AXES, POSITION_AXES)
+
+
 def replicated_spec() -> PartitionSpec:
   """Of every leaf that each device holds whole."""
   return PartitionSpec()
@@ -136,11 +156,20 @@ def psum_over_batch(tree: types.Nest, param_specs: types.Nest) -> types.Nest:
     tree: gradients, per-device shapes.
     param_specs: nest of `PartitionSpec`, or one for the whole tree.
   """
-  return _map_with_specs(
-    lambda axes, x: _psum(x, [a for a in BATCH_AXES if a not in axes]),
-    tree,
-    param_specs,
-  )
+  return _psum_over_missing(BATCH_AXES, tree, param_specs)
+
+
+def psum_over_mesh(tree: types.Nest, param_specs: types.Nest) -> types.Nest:
+  """Sums per-device gradients over every axis their param is not split on.
+
+  Like `psum_over_batch`, for a loss of which every device of the mesh holds a
+  different share: no two devices may count the same position.
+
+  Args:
+    tree: gradients, per-device shapes.
+    param_specs: nest of `PartitionSpec`, or one for the whole tree.
+  """
+  return _psum_over_missing(AXES, tree, param_specs)
 
 
 def global_norm(tree: types.Nest, param_specs: types.Nest) -> jax.Array:
@@ -160,6 +189,25 @@ def global_norm(tree: types.Nest, param_specs: types.Nest) -> jax.Array:
   return jnp.sqrt(sum(jax.tree_util.tree_leaves(squares)))
 
 
+def axes_of(spec: PartitionSpec) -> list[str]:
+  """The mesh axes that a spec names, in its order."""
+  axes: list[str] = []
+  for entry in spec:
+    if entry is not None:
+      axes.extend(entry if isinstance(entry, tuple) else (entry,))
+  return axes
+
+
+def _psum_over_missing(
+  axes: Sequence[str], tree: types.Nest, param_specs: types.Nest
+) -> types.Nest:
+  return _map_with_specs(
+    lambda held, x: _psum(x, [axis for axis in axes if axis not in held]),
+    tree,
+    param_specs,
+  )
+
+
 def _map_with_specs(
   fn: Callable[[list[str], jax.Array], jax.Array],
   tree: types.Nest,
@@ -169,20 +217,12 @@ def _map_with_specs(
   is_spec = lambda x: isinstance(x, PartitionSpec)
   return jax.tree_util.tree_map(
     lambda spec, subtree: jax.tree_util.tree_map(
-      lambda x: fn(_axes(spec), x), subtree
+      lambda x: fn(axes_of(spec), x), subtree
     ),
     param_specs,
     tree,
     is_leaf=is_spec,
   )
-
-
-def _axes(spec: PartitionSpec) -> list[str]:
-  axes: list[str] = []
-  for entry in spec:
-    if entry is not None:
-      axes.extend(entry if isinstance(entry, tuple) else (entry,))
-  return axes
 
 
 def _psum(x: jax.Array, axes: Sequence[str]) -> jax.Array:

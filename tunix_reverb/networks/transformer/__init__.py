@@ -1,0 +1,1 @@
+"""Decoder-only transformer policies with a value head, sharded over a mesh."""
