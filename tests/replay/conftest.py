@@ -140,3 +140,30 @@ def closing():
   yield register
   for thing, arguments in things:
     thing.close(*arguments)
+
+
+@pytest.fixture
+def make_writer(client, closing):
+  """Makes writers of `client` to an address; closes them after the test."""
+
+  def make(address, columns=None, **kwargs):
+    columns = columns or test_utils.columns()
+    return closing(
+      clients.make_writer(address, columns=columns, client=client, **kwargs),
+      0.0,
+    )
+
+  return make
+
+
+@pytest.fixture
+def make_sampler(client, closing):
+  """Makes samplers of `client`, as `make_writer` makes writers."""
+
+  def make(*addresses, columns=None, **kwargs):
+    columns = columns or test_utils.columns()
+    return closing(
+      clients.make_sampler(addresses, columns=columns, client=client, **kwargs)
+    )
+
+  return make
