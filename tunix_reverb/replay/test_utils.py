@@ -7,6 +7,7 @@ small items for tests. Not imported by the library.
 from __future__ import annotations
 
 import abc
+import threading
 import time
 
 import numpy as np
@@ -133,6 +134,48 @@ class ItemWriterContract(abc.ABC):
     assert self.drain(1) == [8]
     assert writer.close(10.0)
 
+  def test_a_write_that_waits_ends_when_the_writer_is_closed(self):
+    writer = self.make_writer()
+    while writer.write(item(), 0.3):
+      pass
+    outcomes: list[object] = []
+
+    def write() -> None:
+      try:
+        outcomes.append(writer.write(item(), 30.0))
+      except RuntimeError as e:
+        outcomes.append(e)
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    start_s = time.monotonic()
+    assert not writer.close(0.2)
+    thread.join(10.0)
+    assert time.monotonic() - start_s < 0.2 + _SLACK_S
+    (outcome,) = outcomes
+    assert isinstance(outcome, RuntimeError)
+    try:
+      writer.write(item(), 0.1)
+    except RuntimeError as e:
+      assert 'after close' in str(e)
+    else:
+      raise AssertionError('a closed writer took an item')
+
+  def test_time_is_blocked_only_while_there_is_no_room(self):
+    writer = self.make_writer()
+    assert writer.write(item(0), 10.0)
+    assert self.drain(1) == [0]
+    assert writer.blocked_s() == 0.0
+    assert writer.close(10.0)
+
+  def test_items_of_any_lengths_arrive(self):
+    writer = self.make_writer()
+    assert writer.write(item(0, lengths=(1,)), 10.0)
+    assert writer.write(item(1, lengths=(1, 700, 2), policy_version=0), 10.0)
+    assert writer.write(item(2**20, lengths=(3,) * 200), 10.0)
+    assert self.drain(3) == [0, 1, 2**20]
+    assert writer.close(10.0)
+
 
 class ItemSamplerContract(abc.ABC):
   """What every `core.ItemSampler` does, on a table that was filled before."""
@@ -153,11 +196,7 @@ class ItemSamplerContract(abc.ABC):
     assert sampled is not None
     assert sampled.priority == 9.0
     assert sampled.times_sampled == 1
-    received = sampled.trajectories
-    ours, theirs = specs.flatten_columns(sent), specs.flatten_columns(received)
-    assert ours.keys() == theirs.keys()
-    for name, array in ours.items():
-      np.testing.assert_array_equal(theirs[name], array, strict=True)
+    assert_items_equal(sampled.trajectories, sent)
     sampler.close()
 
   def test_each_item_comes_once_and_in_order(self):
@@ -185,6 +224,34 @@ class ItemSamplerContract(abc.ABC):
     ids = [int(one.trajectories.episode_id[0]) for one in left]
     assert ids == [1, 2][: len(ids)]
     assert sampler.close() == []
+
+  def test_a_sample_that_waits_ends_when_the_sampler_is_closed(self):
+    sampler = self.make_sampler()
+    outcomes: list[object] = []
+    thread = threading.Thread(
+      target=lambda: outcomes.append(sampler.sample(30.0)), daemon=True
+    )
+    thread.start()
+    start_s = time.monotonic()
+    sampler.close()
+    thread.join(10.0)
+    assert time.monotonic() - start_s < _SLACK_S
+    assert outcomes == [None]
+
+  def test_items_come_as_they_went_in_whatever_their_lengths(self):
+    sampler = self.make_sampler()
+    sent = [
+      item(0, lengths=(1,)),
+      item(1, lengths=(500,), policy_version=0),
+      item(2, lengths=(2,) * 300, policy_version=2**31 - 1),
+    ]
+    self.fill(sent)
+    for one in sent:
+      sampled = sampler.sample(20.0)
+      assert sampled is not None
+      assert sampled.priority == one.policy_version.min()
+      assert_items_equal(sampled.trajectories, one)
+    sampler.close()
 
   def test_close_is_prompt_and_final(self):
     sampler = self.make_sampler()
@@ -245,6 +312,18 @@ class VariablesContract(abc.ABC):
     assert seen == sorted(seen)
     assert source.get_variables(29, 10.0).policy_version == 29
     assert source.get_variables(30, 0.1) is None
+
+
+def assert_items_equal(
+  ours: types.Trajectories, theirs: types.Trajectories
+) -> None:
+  """The same columns, with equal dtypes, shapes and bytes."""
+  left, right = specs.flatten_columns(ours), specs.flatten_columns(theirs)
+  assert left.keys() == right.keys()
+  for name, array in right.items():
+    assert left[name].dtype == array.dtype, name
+    assert left[name].shape == array.shape, name
+    assert left[name].tobytes() == array.tobytes(), name
 
 
 def assert_trees_equal(ours: types.Nest, theirs: types.Nest) -> None:
