@@ -32,8 +32,7 @@ def run_actor(context: app.RoleContext) -> int:
   addresses = topology.replay_servers(
     flags.FLAGS.replay_servers, context.run_dir
   )
-  actor_id = flags.FLAGS.actor_id
-  address = addresses[actor_id % len(addresses)]
+  address = addresses[flags.FLAGS.actor_id % len(addresses)]
   agent = builder.make_agent_spec(config)
   client = config.replay.replay_client
   clients.connect(
@@ -45,18 +44,21 @@ def run_actor(context: app.RoleContext) -> int:
     timeout_s=config.watchdog_s,
     client=client,
   )
-  writer = clients.make_writer(address, columns=agent.columns, client=client)
+  permits = builder.make_permit_source(config, addresses[0])
+  writer = clients.make_writer(
+    address, columns=agent.columns, client=client, announce=permits is not None
+  )
+  period_s = config.actor.variable_update_period_s
   variables = clients.make_variable_source(
-    addresses[0],
-    period_s=config.actor.variable_update_period_s,
-    client=client,
+    addresses[0], period_s=period_s, client=client
   )
   loop, adder, environment = builder.make_actor_loop(
     config,
     agent,
-    actor_id=actor_id,
+    actor_id=flags.FLAGS.actor_id,
     writer=writer,
     variables=variables,
+    permits=permits,
     keep_waiting=lambda: not stop.is_set(),
   )
   milestones.mark('environments and policy are ready')
@@ -81,18 +83,19 @@ def run_actor(context: app.RoleContext) -> int:
   finally:
     environment.close()
     writer.close(timeout_s=2.0)
+    loop.close()
     variables.close()
   return 0
 
 
 def _make_keep_going(context, loop, report):
-  """Called once per policy call: writes metrics, and sees whether to go on."""
+  """Writes metrics and sees whether to go on; waiting for permits is going."""
   seen_steps = 0
   next_report_s = time.monotonic() + _REPORT_PERIOD_S
 
   def keep_going() -> bool:
     nonlocal seen_steps, next_report_s
-    if loop.actor_steps > seen_steps:
+    if loop.actor_steps > seen_steps or loop.is_parked:
       seen_steps = loop.actor_steps
       context.watchdog.progress()
     if time.monotonic() >= next_report_s:

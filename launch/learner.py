@@ -54,6 +54,7 @@ def run_learner(context: app.RoleContext) -> int:
     addresses[0], run_dir=context.run_dir, client=client
   )
   publisher = publisher_lib.Publisher(sink)
+  permit_table = builder.make_permit_table(config, addresses)
   session = session_lib.LearnerSession(
     config,
     agent,
@@ -66,6 +67,7 @@ def run_learner(context: app.RoleContext) -> int:
     compile_counter=compile_counter,
     run_dir=context.run_dir,
     served_version=clients.served_version(addresses[0], stop, client=client),
+    permit_table=permit_table,
   )
   try:
     threading.Thread(
@@ -83,6 +85,8 @@ def run_learner(context: app.RoleContext) -> int:
     publisher.close(timeout_s=1.0)
     sink.close()
     sampler.close()
+    if permit_table is not None:
+      permit_table.close()
     print(f'learner: closed in {time.monotonic() - began_s:.1f} s', flush=True)
   if unsaved:
     raise errors.CheckpointError(unsaved)

@@ -98,14 +98,14 @@ class AdmittedLoop(loop_lib.ActorLoop):
     self._is_first = np.zeros(self._num, np.bool_)
 
   @property
-  def is_parked(self) -> bool:
-    """Whether every environment waits for a permit or for its variables."""
-    return bool(self._parked.all())
+  def num_parked(self) -> int:
+    """How many environments wait for a permit or for its variables."""
+    return int(np.count_nonzero(self._parked))
 
-  def held_permits(self) -> list[int]:
-    """Permits that have come, and whose trajectories have not ended."""
+  def close(self) -> None:
+    """Gives back the permits whose trajectories have not ended; idempotent."""
     unused = [permit.permit_id for permit in self._granted]
-    return unused + self._adder.held_permits()
+    self._permits.close(unused + self._adder.held_permits())
 
   def step(self, timeout_s: float) -> bool:
     """Serves the environments that are ready and admitted.

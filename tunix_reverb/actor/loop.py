@@ -100,6 +100,16 @@ class ActorLoop:
     """Version of the variables in use; 0 before the first."""
     return self._policy.policy_version
 
+  @property
+  def num_parked(self) -> int:
+    """How many environments wait to be admitted; see `admission`."""
+    return 0
+
+  @property
+  def is_parked(self) -> bool:
+    """Whether all of them do."""
+    return self.num_parked == self._environment.num_environments
+
   def step(self, timeout_s: float) -> bool:
     """Serves the environments that are ready.
 
@@ -132,6 +142,9 @@ class ActorLoop:
     while keep_going():
       self.step(timeout_s=0.5)
     self._adder.flush()
+
+  def close(self) -> None:
+    """Ends what it waits for besides environments; idempotent."""
 
   def _update_variables(self) -> None:
     now_s = time.monotonic()

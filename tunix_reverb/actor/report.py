@@ -49,6 +49,7 @@ class ActorReport:
       'blocked_s_total': self._blocked_s(),
       'items_total': self._items_total(),
       'environment_failures_total': self._failures_total(),
+      'parked_environments': loop.num_parked,
     }
     for name, fraction in loop.account.take().items():
       if name != 'other':

@@ -83,9 +83,20 @@ def make_writer(
   *,
   columns: types.Trajectories,
   client: str = client_names.DEFAULT,
+  announce: bool = False,
   **kwargs: Any,
 ) -> core.ItemWriter:
-  """An item writer; see `WireItemWriter` and `OfficialItemWriter`."""
+  """An item writer; see `WireItemWriter` and `OfficialItemWriter`.
+
+  Args:
+    address: 'host:port' of the server.
+    columns: the table's signature.
+    client: which client to use.
+    announce: see `WireItemWriter`, which alone can.
+    **kwargs: of the writer.
+  """
+  if announce:
+    kwargs['announce'] = True
   return _class(client, 'writer', 'ItemWriter')(
     address, columns=columns, **kwargs
   )
@@ -130,6 +141,20 @@ def make_variable_source(
 ) -> core.VariableSource:
   """Where actors get variables; see `variable_exchange.VariableSource`."""
   return _module(client, 'variables').make_source(address, **kwargs)
+
+
+def make_permit_table(addresses: Sequence[str]) -> Any:
+  """The learner's end of admission; see `permits.WirePermitTable`."""
+  from tunix_reverb.replay import permits
+
+  return permits.WirePermitTable(addresses)
+
+
+def make_permit_source(address: str) -> core.PermitSource:
+  """An actor's end of admission; see `permits.WirePermitSource`."""
+  from tunix_reverb.replay import permits
+
+  return permits.WirePermitSource(address)
 
 
 class _Watchdog(Protocol):

@@ -18,6 +18,8 @@ EVALUATOR = 'evaluator'
 
 # Why trajectories are dropped instead of learnt.
 DROP_CAUSES = ('lag', 'age', 'poison', 'shutdown')
+# How many were dropped by length, the shortest tenth first.
+DECILE_NAMES = tuple(f'dropped_decile_{i}_total' for i in range(10))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +83,7 @@ def _learner() -> dict[str, Metric]:
       publish_s=('s', 'Seconds the last publish of variables took.'),
     ),
     **_staleness(),
+    **_admission(),
     **_optimisation(),
   }
 
@@ -95,12 +98,12 @@ def _staleness() -> dict[str, Metric]:
     'shutdown': f'{trajectories} the learner ended before using them.',
   }
   deciles = {
-    f'dropped_decile_{i}_total': (
+    name: (
       'trajectories',
       f'Trajectories dropped whose length is in decile {i} (0 shortest) '
       'of all trajectories seen.',
     )
-    for i in range(10)
+    for i, name in enumerate(DECILE_NAMES)
   }
   lag = 'policy_lag of the trajectories handed to the update'
   age = 'Age of the trajectories handed to the update'
@@ -121,6 +124,27 @@ def _staleness() -> dict[str, Metric]:
       for cause, text in drops.items()
     },
     **deciles,
+  )
+
+
+def _admission() -> dict[str, Metric]:
+  return _of(
+    LEARNER,
+    admission_hold_s_total=(
+      's',
+      'Seconds the learner had no batch because an update would have made '
+      'trajectories too old that were still under way. With admission only, as '
+      'the next three.',
+    ),
+    permits_untaken=('permits', 'Permits that wait for an actor.'),
+    permits_taken=(
+      'permits',
+      'Permits with actors, whose trajectories have not arrived.',
+    ),
+    permits_reissued_total=(
+      'permits',
+      'Permits whose lease ended before a trajectory came; given to others.',
+    ),
   )
 
 
@@ -179,6 +203,10 @@ def _actor() -> dict[str, Metric]:
       'Environments replaced after an exception or a timeout.',
     ),
     items_total=('items', 'Items written since the start.'),
+    parked_environments=(
+      'environments',
+      'Environments that wait for a permit, with admission; else 0.',
+    ),
     utilisation_act=('fraction', 'Share of wall time in the policy.'),
     utilisation_environment=(
       'fraction',

@@ -137,6 +137,17 @@ class RunState:
     }
     return {cause: int(n) for cause, n in counts.items() if n > 0}
 
+  def drops_by_decile(self) -> list[int]:
+    """Trajectories dropped by length, shortest tenth of all first.
+
+    Since the learner's last start; those of unknown length are left out.
+    """
+    counts = [
+      [series.last for series in self._of(metrics.LEARNER, name)]
+      for name in metrics.DECILE_NAMES
+    ]
+    return [int(sum(values)) for values in counts]
+
   def _of(self, kind: str, name: str) -> list[_Series]:
     return [
       series

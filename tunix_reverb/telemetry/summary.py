@@ -11,6 +11,10 @@ from tunix_reverb.telemetry import logger
 from tunix_reverb.telemetry import metrics
 from tunix_reverb.telemetry import run_state
 
+# Drops are called biased when the longer half of all trajectories has so many
+# times more than the shorter one.
+_BIAS = 2.0
+
 
 def make(
   state: run_state.RunState,
@@ -66,6 +70,7 @@ def make(
     'solved': solved,
     **{name: _json(value) for name, value in values.items()},
     'dropped': state.drops(),
+    'dropped_by_length_decile': state.drops_by_decile(),
     'restarts': dict(restarts),
   }
 
@@ -116,8 +121,25 @@ def _learnt(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
       f'max {show("policy_lag_max")} publishes',
     ),
     ('dropped', _counts(summary['dropped'])),
+    *_dropped_by_length(summary),
     ('recompiles', show('recompiles_total')),
   ]
+
+
+def _dropped_by_length(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+  """The line that shows whether being dropped depends on the length."""
+  if not {'lag', 'age'} & set(summary['dropped']):
+    return []  # What a shutdown drops is whatever was under way.
+  counts = summary['dropped_by_length_decile']
+  half = len(counts) // 2
+  text = ' '.join(f'{n:,}' for n in counts)
+  text += ' (tenths of all lengths, shortest to longest)'
+  if sum(counts[half:]) > _BIAS * sum(counts[:half]):
+    text += (
+      ': long trajectories are lost more often, and what is learnt is biased '
+      'towards short ones; --admission loses none'
+    )
+  return [('dropped by length', text)]
 
 
 def _json(value: float) -> float | str | None:

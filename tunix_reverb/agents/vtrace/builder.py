@@ -19,12 +19,14 @@ import numpy as np
 from tunix_reverb import core
 from tunix_reverb import specs
 from tunix_reverb import types
+from tunix_reverb.actor import admission as admitted_loop
 from tunix_reverb.actor import loop as loop_lib
 from tunix_reverb.actor import policy as policy_lib
 from tunix_reverb.agents.vtrace import config as config_lib
 from tunix_reverb.batching import buckets as buckets_lib
 from tunix_reverb.batching import packer as packer_lib
 from tunix_reverb.environments import factory
+from tunix_reverb.learner import admission as admission_lib
 from tunix_reverb.learner import checkpoints
 from tunix_reverb.learner import feed as feed_lib
 from tunix_reverb.learner import learner as learner_lib
@@ -39,6 +41,7 @@ from tunix_reverb.sharding import mesh as mesh_lib
 from tunix_reverb.staleness import bound as bound_lib
 from tunix_reverb.telemetry import drops as drops_lib
 from tunix_reverb.telemetry import metrics as metrics_lib
+from tunix_reverb.telemetry import watchdog as watchdog_lib
 
 # Seeds of different purposes are kept apart by these strides.
 _ACTOR_SEED_STRIDE = 10_007
@@ -83,6 +86,7 @@ def make_table_config(
   replay = config.replay
   return tables.TableConfig(
     mode=replay.replay_mode,
+    balance=tables.PERMIT_BALANCE if replay.admission else tables.LIMITER,
     sampler=replay.sampler,
     priority_exponent=replay.priority_exponent,
     max_items=replay.max_table_items,
@@ -140,6 +144,7 @@ def make_actor_loop(
   actor_id: int,
   writer: core.ItemWriter,
   variables: core.VariableSource,
+  permits: core.PermitSource | None = None,
   keep_waiting: Callable[[], bool] = lambda: True,
 ) -> tuple[
   loop_lib.ActorLoop, adder_lib.TrajectoryAdder, core.VectorEnvironment
@@ -147,6 +152,15 @@ def make_actor_loop(
   """One actor process's loop, its adder and its environments.
 
   The loop's policy has no variables yet: call `loop.wait_for_variables` first.
+
+  Args:
+    config: of the run.
+    agent: its specs.
+    actor_id: number of the actor process.
+    writer: takes the items.
+    variables: where variables come from.
+    permits: where permits come from, with admission.
+    keep_waiting: asked when there is no room for an item; False gives it up.
   """
   num = config.actor.environments_per_actor
   seed = config.seed + _ACTOR_SEED_STRIDE * (actor_id + 1)
@@ -168,14 +182,25 @@ def make_actor_loop(
     keep_waiting=keep_waiting,
   )
   policy = policy_lib.BatchedPolicy(
-    agent.network, num_environments=num, seed=seed
+    agent.network,
+    num_environments=num,
+    seed=seed,
+    independent=permits is not None,
   )
-  loop = loop_lib.ActorLoop(
-    environment=environment,
-    policy=policy,
-    adder=adder,
-    variables=variables,
-    variable_update_period_s=config.actor.variable_update_period_s,
+  parts = {
+    'environment': environment,
+    'policy': policy,
+    'adder': adder,
+    'variables': variables,
+    'variable_update_period_s': config.actor.variable_update_period_s,
+  }
+  if permits is None:
+    return loop_lib.ActorLoop(**parts), adder, environment
+  loop = admitted_loop.AdmittedLoop(
+    **parts,
+    permits=permits,
+    # So that a synchronous run comes out the same every time.
+    in_turn=config.staleness.max_policy_lag == 0,
   )
   return loop, adder, environment
 
@@ -184,6 +209,8 @@ def _item_transitions(
   config: config_lib.ExperimentConfig, columns: types.Trajectories
 ) -> int:
   """`item_bytes` in transitions; at most half a batch, to keep data fresh."""
+  if config.replay.admission:
+    return 1  # An item per trajectory.
   wanted = config.actor.item_bytes // specs.bytes_per_transition(columns)
   return int(max(1, min(wanted, config.batch.batch_positions // 2)))
 
@@ -273,6 +300,7 @@ def make_feed(
   drops: drops_lib.DropCounter,
   learner_version: Callable[[], int],
   on_item: Callable[[], None] = lambda: None,
+  admission: admission_lib.Admission | None = None,
 ) -> feed_lib.Feed:
   """The feed from a sampler to the mesh; call `start` on it."""
   return feed_lib.Feed(
@@ -281,6 +309,9 @@ def make_feed(
       buckets=parts.buckets,
       columns=agent.columns,
       window=config.batch.packing_window,
+      max_trajectories=(
+        0 if admission is None else config.trajectories_per_update
+      ),
     ),
     bound=make_bound(config),
     drops=drops,
@@ -288,6 +319,47 @@ def make_feed(
     learner_version=learner_version,
     prefetch_batches=config.batch.prefetch_batches,
     on_item=on_item,
+    admission=admission,
+  )
+
+
+def make_permit_table(
+  config: config_lib.ExperimentConfig, addresses: Sequence[str]
+) -> Any:
+  """The learner's end of the table of permits; None without admission."""
+  if not config.replay.admission:
+    return None
+  return clients.make_permit_table(addresses)
+
+
+def make_permit_source(
+  config: config_lib.ExperimentConfig, address: str
+) -> core.PermitSource | None:
+  """Where an actor's permits come from; None without admission."""
+  if not config.replay.admission:
+    return None
+  return clients.make_permit_source(address)
+
+
+def make_admission(
+  config: config_lib.ExperimentConfig,
+  table: core.PermitTable,
+  *,
+  confirmed_version: Callable[[], int],
+  drops: drops_lib.DropCounter,
+  watchdog: watchdog_lib.Watchdog,
+) -> admission_lib.Admission:
+  """The learner's side of admission; call `start` on it."""
+  return admission_lib.Admission(
+    table,
+    trajectories_per_update=config.trajectories_per_update,
+    max_policy_lag=config.staleness.max_policy_lag,
+    lease_s=config.replay.permit_lease_s,
+    publish_period=config.learner.publish_period,
+    confirmed_version=confirmed_version,
+    drops=drops,
+    on_live_lease=watchdog.progress,
+    waiting=watchdog.waiting,
   )
 
 
@@ -303,6 +375,7 @@ def make_learner(
   batches: Iterator[types.PackedBatch | None],
   drops: drops_lib.DropCounter,
   publisher: publisher_lib.Publisher | None = None,
+  admission: admission_lib.Admission | None = None,
   on_report: Callable[[Mapping[str, float], int], None] | None = None,
 ) -> learner_lib.PackedLearner:
   """The learner over any iterator of packed batches."""
@@ -313,6 +386,7 @@ def make_learner(
     bound=make_bound(config),
     drops=drops,
     publisher=publisher,
+    admission=admission,
     limits=learner_lib.RunLimits(
       publish_period=config.learner.publish_period,
       max_non_finite_updates=config.learner.max_non_finite_updates,

@@ -42,6 +42,7 @@ class LearnerSession:
     compile_counter: compiles.CompileCounter,
     run_dir: pathlib.Path | None,
     served_version: int = 0,
+    permit_table: core.PermitTable | None = None,
   ):
     """Wires the learner; nothing runs before `run`.
 
@@ -58,6 +59,7 @@ class LearnerSession:
       run_dir: holds the checkpoints; None keeps none.
       served_version: version of the variables that actors may hold, of a
         learner that died after its last checkpoint: ours come after it.
+      permit_table: where permits go, with admission.
     """
     self._config = config
     self._sampler = sampler
@@ -68,6 +70,7 @@ class LearnerSession:
     self._milestones = milestones
     self._compiles = compile_counter
     self._drops = builder.make_drop_counter()
+    self._admission = self._make_admission(permit_table)
     self._feed = self._make_feed(agent, parts)
     self.learner = builder.make_learner(
       config,
@@ -75,6 +78,7 @@ class LearnerSession:
       batches=self._feed,
       drops=self._drops,
       publisher=publisher,
+      admission=self._admission,
       on_report=self._report,
     )
     self._checkpoints = (
@@ -90,6 +94,18 @@ class LearnerSession:
       drops=self._drops,
       learner_version=lambda: self.learner.policy_version,
       on_item=self._watchdog.progress,
+      admission=self._admission,
+    )
+
+  def _make_admission(self, table: core.PermitTable | None) -> Any:
+    if table is None:
+      return None
+    return builder.make_admission(
+      self._config,
+      table,
+      confirmed_version=lambda: self._publisher.confirmed_version,
+      drops=self._drops,
+      watchdog=self._watchdog,
     )
 
   @property
@@ -109,6 +125,10 @@ class LearnerSession:
       )
     self._milestones.mark('published its first variables')
     self._compiles.mark_warm()
+    if self._admission is not None:
+      self._admission.start(
+        policy_version=learner.policy_version, learner_step=learner.learner_step
+      )
     self._feed.start()
     last = self._config.learner.max_learner_steps
     if self.learner.learner_step < last:
@@ -131,6 +151,8 @@ class LearnerSession:
       Why the last checkpoint could not be written; '' if it was.
     """
     self._feed.close()
+    if self._admission is not None:
+      self._admission.close()
     self._drops.set_unread('poison', self._sampler.poison_items)
     # What was dropped since the last report, at the shutdown for one.
     self._logger.write(
@@ -159,6 +181,7 @@ class LearnerSession:
     self._logger.write(
       {
         **metrics,
+        **({} if self._admission is None else self._admission.metrics()),
         'recompiles_total': self._compiles.recompiles,
         'compile_s': self._compiles.compile_s,
         'checkpoint_s': checkpoint_s,
