@@ -87,16 +87,16 @@ class CheckpointItems:
 
 
 def _entry(
-  item: Any, chunks: dict[int, bytes], codec: columns_lib.ColumnCodec
+  item: Any, chunks: dict[int, Any], codec: columns_lib.ColumnCodec
 ) -> entries.Entry:
   """The entry that the writer of `item` wrote of it."""
-  info = protocol.SampleInfo(item=item).SerializeToString()
-  parts = [chunks[key] for key in _chunk_keys(item) if key in chunks]
-  encoded = decoder_lib.EncodedItem(
-    decoder_lib.Span(info, 0, len(info)),
-    [decoder_lib.Span(part, 0, len(part)) for part in parts],
-  )
+  # The answer of a server that is asked for this item.
+  answer = protocol.SampleStreamResponse()
+  sample = answer.entries.add(end_of_sequence=True)
+  sample.info.item.CopyFrom(item)
+  sample.data.extend(chunks[key] for key in _chunk_keys(item) if key in chunks)
   try:
+    (encoded,) = decoder_lib.Splitter().split(answer.SerializeToString())
     decoded = decoder_lib.Decoder().decode(encoded)
     trajectories = codec.unflatten(decoded.columns)
   except (errors.PoisonItemError, errors.SpecMismatchError) as e:
@@ -124,13 +124,13 @@ def _chunk_keys(item: Any) -> list[int]:
   )
 
 
-def _find_chunks(file: BinaryIO, keys: set[int]) -> dict[int, bytes]:
-  """The serialised chunks of `keys`, as far as they are in the file."""
-  found: dict[int, bytes] = {}
+def _find_chunks(file: BinaryIO, keys: set[int]) -> dict[int, Any]:
+  """The `ChunkData`s of `keys`, as far as they are in the file."""
+  found: dict[int, Any] = {}
   for record in _records(file):
-    key = protocol.ChunkData.FromString(record).chunk_key
-    if key in keys:
-      found[key] = record
+    chunk = protocol.ChunkData.FromString(record)
+    if chunk.chunk_key in keys:
+      found[chunk.chunk_key] = chunk
       if len(found) == len(keys):
         break
   return found
@@ -159,6 +159,10 @@ def _records(file: BinaryIO) -> Iterator[bytes]:
 
 def _inflate(file: BinaryIO) -> Iterator[bytes]:
   inflater = zlib.decompressobj()
+  is_empty = True
   while block := file.read(_READ_BYTES):
+    is_empty = False
     yield inflater.decompress(block)
   yield inflater.flush()
+  if not (inflater.eof or is_empty):
+    raise ValueError(f'{file.name} is cut off')
