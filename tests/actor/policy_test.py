@@ -124,3 +124,47 @@ def test_greedy_takes_the_mode():
   np.testing.assert_array_equal(
     output.action, np.argmax(np.asarray(outputs), axis=-1)
   )
+
+
+@pytest.mark.parametrize('core', ['none', 'lstm'])
+def test_independent_environments_do_not_depend_on_who_else_is_asked(core):
+  _, some, _ = _make(core=core, independent=True)
+  _, every, _ = _make(core=core, independent=True)
+  everyone, first = np.arange(4, dtype=np.int32), np.ones(4, np.bool_)
+  alone = {i: [] for i in range(4)}
+  # Environment 3 is asked thrice before 1 is asked at all.
+  for ids in ([3], [3, 0], [2, 3], [1, 0], [1, 2], [0, 1, 2]):
+    ids = np.array(ids, np.int32)
+    steps = [len(alone[i]) for i in ids]
+    observation = np.stack(
+      [_observations(4, seed=s)[i] for i, s in zip(ids, steps)]
+    )
+    output = some.act(ids, observation, np.array(steps) == 0)
+    for row, i in enumerate(ids):
+      alone[i].append((output.action[row], output.log_prob[row]))
+  for step in range(3):
+    output = every.act(everyone, _observations(4, seed=step), first)
+    first = np.zeros(4, np.bool_)
+    for i in range(4):
+      # To the last bit: a synchronous run is reproduced so.
+      assert (output.action[i], output.log_prob[i]) == alone[i][step]
+
+
+def test_independent_environments_differ_and_do_not_repeat_themselves():
+  _, policy, _ = _make(num=64, independent=True)
+  ids, first = np.arange(64, dtype=np.int32), np.ones(64, np.bool_)
+  observation = np.zeros((64, 3), np.float32)
+  calls = [policy.act(ids, observation, first).action for _ in range(2)]
+  assert len(set(calls[0].tolist())) > 1
+  assert (calls[0] != calls[1]).any()
+
+
+def test_independent_environments_compile_once():
+  counter = compiles.CompileCounter()
+  _, policy, _ = _make(independent=True)
+  ids, first = np.arange(4, dtype=np.int32), np.ones(4, np.bool_)
+  policy.act(ids, _observations(4), first)
+  counter.mark_warm()
+  for count in (1, 2, 4):
+    policy.act(ids[:count], _observations(count), first[:count])
+  assert counter.recompiles == 0
