@@ -49,7 +49,7 @@ def run_local(context: app.RoleContext) -> int:
     raise errors.UserError('resume (True) must come with --run_dir')
   named = interpreters.given()
   commands = interpreters.resolve(
-    named, replay_client=getattr(config.replay, 'replay_client', 'official')
+    named, replay_client=config.replay.replay_client
   )
   run_dir = context.run_dir or experiment.default_run_dir(config.environment)
   is_new = not run_dir.exists()

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 from typing import Any
 from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,11 @@ import optax
 
 from tunix_reverb import types
 from tunix_reverb.learner import optimiser as optimiser_lib
-from tunix_reverb.networks import policy_network
 from tunix_reverb.ops import losses
 from tunix_reverb.sharding import mesh as mesh_lib
+
+if TYPE_CHECKING:  # Flax is imported by who makes the network.
+  from tunix_reverb.networks import policy_network
 
 METRIC_NAMES = (
   'loss',
