@@ -15,7 +15,7 @@ from tunix_reverb.replay.wire_client import codec
 from tunix_reverb.replay.wire_client import insert_stream
 from tunix_reverb.replay.wire_client import sample_stream
 
-pytestmark = [pytest.mark.replay, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.timeout(60)
 
 _PERMITS = tables.TableConfig(balance=tables.PERMIT_BALANCE)
 
@@ -33,10 +33,8 @@ def _sizes(server):
   return {name: info.current_size for name, info in infos.items()}
 
 
-def test_an_item_in_two_tables_and_another_in_one_request(
-  start_process, closing
-):
-  server = start_process(_PERMITS)
+def test_an_item_in_two_tables_and_another_in_one_request(serve, closing):
+  server = serve(_PERMITS)
   inserter = _inserter(server, closing)
   first = insert_stream.NewItem(
     [(tables.INDEX, 1, 3.0), (tables.ANNOUNCEMENTS, 1, 3.0)], _entry(1)
@@ -55,8 +53,8 @@ def test_an_item_in_two_tables_and_another_in_one_request(
       np.testing.assert_array_equal(received, column, strict=True)
 
 
-def test_the_same_key_again_is_not_stored_twice(start_server, closing):
-  server = start_server(_PERMITS)
+def test_the_same_key_again_is_not_stored_twice(serve, closing):
+  server = serve(_PERMITS)
   for priority in (1.0, 2.0):
     inserter = _inserter(server, closing)
     inserter.insert(
@@ -67,8 +65,8 @@ def test_the_same_key_again_is_not_stored_twice(start_server, closing):
   assert [i.priority for i in puller.pull(1, 10.0)] == [2.0]
 
 
-def test_a_full_table_ends_the_call_by_its_deadline(start_server, closing):
-  server = start_server(tables.TableConfig(max_items=1))
+def test_a_full_table_ends_the_call_by_its_deadline(serve, closing):
+  server = serve(tables.TableConfig(max_items=1))
   inserter = _inserter(server, closing)
   items = [
     insert_stream.NewItem([(tables.TRAJECTORIES, key, 1.0)], [np.arange(3)])
@@ -84,7 +82,7 @@ def test_a_full_table_ends_the_call_by_its_deadline(start_server, closing):
   inserter.insert([items[0]], 10.0)
 
 
-def test_nobody_there_is_told_and_later_somebody_is(start_server, closing):
+def test_nobody_there_is_told_and_later_somebody_is(serve, closing):
   with socket.socket() as probe:
     probe.bind(('localhost', 0))
     port = probe.getsockname()[1]
@@ -92,7 +90,7 @@ def test_nobody_there_is_told_and_later_somebody_is(start_server, closing):
   item = insert_stream.NewItem([(tables.INDEX, 1, 1.0)], _entry(1))
   with pytest.raises(errors.ReplayUnavailableError, match=str(port)):
     inserter.insert([item], 10.0)
-  server = start_server(_PERMITS, port=port)
+  server = serve(_PERMITS, port=port)
   deadline_s = time.monotonic() + 20.0
   while True:
     try:
@@ -104,8 +102,8 @@ def test_nobody_there_is_told_and_later_somebody_is(start_server, closing):
   assert _sizes(server)[tables.INDEX] == 1
 
 
-def test_what_the_server_refuses_names_the_reason(start_server, closing):
-  inserter = _inserter(start_server(), closing)
+def test_what_the_server_refuses_names_the_reason(serve, closing):
+  inserter = _inserter(serve(), closing)
   for table, priority, error, match in (
     ('no_such', 1.0, errors.ReplayUnavailableError, 'no_such'),
     (tables.VARIABLES, -1.0, ValueError, 'priority'),
@@ -125,8 +123,10 @@ _EXOTIC = [
 ]
 
 
+@pytest.mark.replay
 def test_the_official_client_reads_every_dtype_and_shape(closing):
-  reverb = pytest.importorskip('reverb')
+  import reverb
+
   server = reverb.Server(
     tables=[
       reverb.Table(

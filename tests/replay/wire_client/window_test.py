@@ -77,15 +77,21 @@ def test_a_restarted_server_is_sent_what_it_confirmed_at_last(monkeypatch):
   for key in range(6):
     _add(window, key)
     window.take()
-    clock[0] += 6.0
+    clock[0] += 0.6
     window.confirm([key])
   assert window.confirmed == 6
+  window.end_stream()
+  assert not window.is_settled
+  clock[0] += 100.0  # Nobody serves.
   _add(window, 6)
   window.send_again(same_server=False)
-  # 5 was confirmed now and 4 six seconds ago.
+  # 5 was confirmed now and 4 0.6 s before.
   assert window.take() == [4, 5, 6]
   assert window.confirmed == 4 and window.resent == 2
   window.confirm([4, 5, 6])
   assert window.confirmed == 7
+  clock[0] += 20.0
+  window.end_stream()
+  assert window.is_settled
   window.send_again(same_server=True)
   assert window.take() == []

@@ -38,8 +38,8 @@ def call(
 
   Args:
     channel: from `open_channel`.
-    method: such as 'ServerInfo'; its messages are `protocol`'s `<method>Request`
-      and `<method>Response`.
+    method: such as 'ServerInfo'; its messages are `<method>Request` and
+      `<method>Response` of `protocol`.
     request: the request message.
     timeout_s: seconds until the answer must be there.
 

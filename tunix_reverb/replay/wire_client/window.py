@@ -13,9 +13,10 @@ from tunix_reverb.replay.wire_client import encoder
 _MAX_REQUEST_ITEMS = 64
 _MAX_REQUEST_BYTES = 2**20
 
-# A server that stops confirms what it had no room for, and may live on for so
-# long: what it confirmed since is not to be believed if it comes back anew.
-_DOUBTFUL_S = 10.0
+# A server that stops confirms what it had no room for, and breaks its streams
+# at once: what it confirmed so shortly before is not to be believed if it comes
+# back anew.
+_DOUBTFUL_S = 1.0
 
 
 class _Item:
@@ -70,6 +71,11 @@ class Window:
     return 2 * len(self._unconfirmed) <= self._max_items
 
   @property
+  def is_settled(self) -> bool:
+    """Whether nothing calls for a new stream, once the last one has ended."""
+    return not (self._unconfirmed or self._doubtful)
+
+  @property
   def has_unsent(self) -> bool:
     """Whether `take` has something."""
     return bool(self._unsent)
@@ -109,8 +115,11 @@ class Window:
         del self._unconfirmed[key]
         self.confirmed += 1
         self._doubtful.append((now_s, item))
-    while self._doubtful and self._doubtful[0][0] < now_s - _DOUBTFUL_S:
-      self._doubtful.popleft()
+    self._believe(now_s)
+
+  def end_stream(self) -> None:
+    """Notes that the stream has ended; call it when it does."""
+    self._believe(time.monotonic())
 
   def send_again(self, same_server: bool) -> None:
     """Lets `take` begin anew, for a new stream.
@@ -127,3 +136,7 @@ class Window:
       item.awaited = item.copies
     self._unconfirmed = {item.key: item for item in again}
     self._unsent = collections.deque(again)
+
+  def _believe(self, now_s: float) -> None:
+    while self._doubtful and self._doubtful[0][0] < now_s - _DOUBTFUL_S:
+      self._doubtful.popleft()
