@@ -57,6 +57,7 @@ class _Feed:
       buckets=_BUCKETS,
       columns=specs.trajectories_spec(test_utils.SPEC),
       window=1.0,
+      max_trajectories=kwargs.pop('max_trajectories', 0),
     )
     self.drops = drops_lib.DropCounter(metrics.DROP_CAUSES)
     self.placed = []
@@ -71,6 +72,7 @@ class _Feed:
       prefetch_batches=prefetch,
       timeout_s=kwargs.pop('timeout_s', 10.0),
       on_item=self._on_item,
+      **kwargs,
     )
 
   def _place(self, batch):
@@ -224,3 +226,60 @@ def test_close_is_prompt_while_the_learner_takes_nothing(make):
   one.feed.close()
   assert time.monotonic() - start_s < 2.0
   assert not one.feed._thread.is_alive()
+
+
+class _Admission:
+  """Lets batches be packed when `go` is set; knows some permits already."""
+
+  def __init__(self, settled=()):
+    self.go = threading.Event()
+    self.arrived = []
+    self.dropped = []
+    self.asked = []
+    self._settled = set(settled)
+
+  def arrive(self, permit_ids):
+    self.arrived += permit_ids.tolist()
+    return np.array([i not in self._settled for i in permit_ids.tolist()])
+
+  def settle(self, permit_ids):
+    self.dropped += permit_ids.tolist()
+
+  def may_pack(self, pending, *, is_ready):
+    self.asked.append((pending, is_ready))
+    return pending > 0 and self.go.is_set()
+
+
+def _one(permit_id, **kwargs):
+  return test_utils.trajectories([3], permit_id=permit_id, **kwargs)
+
+
+def test_with_admission_all_that_comes_is_taken_and_packed_by_permit(make):
+  admission = _Admission()
+  items = [_one(i) for i in (14, 12, 13, 11, 15)]
+  one = make(items, admission=admission, max_trajectories=2)
+  assert one.sampler.empty.wait(10.0), 'nothing waits for room'
+  assert one.feed._ready.empty()
+  assert (5, True) in admission.asked and (1, False) in admission.asked
+  admission.go.set()
+  batches = [next(one.feed) for _ in range(3)]
+  ids = [batch.segments.permit_id.tolist() for batch in batches]
+  assert ids == [[11, 12], [13, 14], [15]]
+
+
+def test_with_admission_what_is_dropped_gives_its_permit_back_once(make):
+  admission = _Admission(settled=[12])
+  items = [
+    _one(11, policy_version=1),  # Stale.
+    _one(12, policy_version=1),  # Stale, but told of before.
+    _one(13, policy_version=9),
+    _one(12, policy_version=9),
+  ]
+  one = make(items, admission=admission, max_trajectories=2, version=9)
+  assert one.sampler.empty.wait(10.0)
+  admission.go.set()
+  assert next(one.feed).segments.permit_id.tolist() == [13]
+  assert admission.arrived == [11, 12, 13, 12]
+  assert admission.dropped == [11]
+  assert one.drops.by_cause()['lag'] == 1
+  assert one.drops.seen_total == 2

@@ -297,7 +297,7 @@ def test_publishing_follows_its_period_and_never_waits():
 def test_a_failed_publish_ends_the_run():
   class _Broken(core.VariableSink):
     def publish(self, variables, timeout_s):
-      raise errors.DeadlineExceededError('not confirmed')
+      raise ValueError('too large')
 
   publisher = publisher_lib.Publisher(_Broken())
   learner = _learner(publisher=publisher)
@@ -392,3 +392,42 @@ def test_run_ends_with_someone_elses_iterator():
   assert reports[-1] == 2
   with pytest.raises(StopIteration):
     learner.step()
+
+
+class _Admission:
+  """Remembers what came back; lets publish as `answers` say."""
+
+  def __init__(self, answers):
+    self.answers = list(answers)
+    self.finished = []
+
+  def finish(self, permit_ids, *, learner_step, publish):
+    self.finished.append((permit_ids.tolist(), learner_step, publish))
+    return publish and self.answers.pop(0)
+
+
+def test_permits_come_back_and_admission_says_when_to_publish():
+  sink = _Sink()
+  publisher = publisher_lib.Publisher(sink)
+  admission = _Admission([True, False, True])
+  learner = _learner(
+    [_batch((5, 7), permit_id=[5, 6])] * 3,
+    publisher=publisher,
+    admission=admission,
+  )
+  try:
+    for _ in range(3):
+      learner.step()
+      assert publisher.wait(10.0)
+  finally:
+    publisher.close(5.0)
+  assert admission.finished == [([5, 6], step, True) for step in (1, 2, 3)]
+  assert [v.policy_version for v in sink.published] == [1, 2]
+
+
+def test_permits_of_a_batch_that_is_dropped_come_back_too():
+  admission = _Admission([])
+  stale = _batch((5, 7), permit_id=[5, 6])
+  learner = _learner([stale], policy_version=99, admission=admission)
+  assert learner.step() is None
+  assert admission.finished == [([5, 6], 0, False)]

@@ -294,8 +294,8 @@ class _StockKeeper:
       ledger.expire(time.monotonic())
       permits = ledger.issue()
     if permits:
+      self._inserts += len(permits)  # If this fails, the next round sees it.
       self._table.insert(permits)
-      self._inserts += len(permits)
 
   def _observe(self) -> bool:
     """Learns what was taken; returns whether the table is as we left it."""
