@@ -19,8 +19,9 @@ _OPTIONS = (
   ('grpc.enable_http_proxy', 0),
   # A server that restarts is found again within a second.
   ('grpc.initial_reconnect_backoff_ms', 100),
-  ('grpc.min_reconnect_backoff_ms', 100),
   ('grpc.max_reconnect_backoff_ms', 1000),
+  # Also what one attempt to connect may take: a busy server answers late.
+  ('grpc.min_reconnect_backoff_ms', 5000),
   # Else all channels of a process to one address share one connection.
   ('grpc.use_local_subchannel_pool', 1),
 )
