@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import pathlib
 import signal
@@ -11,6 +12,9 @@ import time
 
 import psutil
 import pytest
+
+# Whether this is the Reverb lane; in the other one only servers are of it.
+HAS_REVERB = importlib.util.find_spec('reverb') is not None
 
 
 class Process:

@@ -6,7 +6,6 @@ scenario that asks many things of few runs.
 
 from __future__ import annotations
 
-import importlib.util
 import pathlib
 import subprocess
 import sys
@@ -19,14 +18,17 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 import binaries
 
-_HAS_REVERB = importlib.util.find_spec('reverb') is not None
-
 
 def _command(name, flags, server_python) -> list[str]:
   """How the user of this lane starts `launch.<name>`."""
-  python = server_python() if name == 'replay_server' else sys.executable
-  command = [python, '-m', f'launch.{name}', *flags]
-  if name == 'local' and not _HAS_REVERB and '--help' not in flags:
+  command = [sys.executable, '-m', f'launch.{name}', *flags]
+  if binaries.HAS_REVERB or name == 'check_environment':
+    return command
+  if name == 'replay_server':
+    return [server_python(), *command[1:]]
+  if not any(flag.startswith('--replay_client=') for flag in flags):
+    command.append('--replay_client=wire')
+  if name == 'local':
     command.append(f'--replay_server_python={server_python()}')
   return command
 

@@ -10,6 +10,7 @@ import binaries
 import pytest
 from tensorboardX.proto import event_pb2
 
+from tunix_reverb.replay import client_names
 from tunix_reverb.telemetry import metrics as metrics_lib
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
@@ -178,13 +179,17 @@ def test_killed_roles(start, tmp_path):
   assert _last_version(run_dir) > published
 
 
-def test_a_killed_replay_server_comes_back(start, tmp_path):
+@pytest.mark.parametrize('client', client_names.CLIENTS)
+def test_a_killed_replay_server_comes_back(start, tmp_path, client):
   """From its checkpoint, on its port; the other roles live through it."""
+  if client == client_names.OFFICIAL and not binaries.HAS_REVERB:
+    pytest.skip('the official client needs dm-reverb')
   run_dir = tmp_path / 'run'
   local = start(
     'local',
     *_SMALL,
     '--run_dir=run',
+    f'--replay_client={client}',
     '--num_actors=1',
     '--evaluation_period_s=0.5',
     '--replay_checkpoint_period_s=1',

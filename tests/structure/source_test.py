@@ -174,7 +174,13 @@ def test_no_tracked_file_names_a_machine():
 
 def test_locks_hold_versions_and_hashes_only():
   locks = sorted((_ROOT / 'requirements').glob('*.txt'))
-  assert [lock.stem for lock in locks] == ['dev', 'environments', 'runtime']
+  assert [lock.stem for lock in locks] == [
+    'dev',
+    'environments',
+    'modern-dev',
+    'modern',
+    'runtime',
+  ]
   for lock in locks:
     text = lock.read_text()
     assert 'http' not in text and '://' not in text and '--index' not in text
@@ -193,3 +199,12 @@ def _pins(name: str) -> set[str]:
 
 def test_each_lock_holds_the_one_before():
   assert _pins('runtime') < _pins('environments') < _pins('dev')
+  assert _pins('modern') < _pins('modern-dev')
+
+
+def test_the_modern_lane_is_held_back_by_nothing_of_the_other():
+  names = {pin.partition('==')[0] for pin in _pins('modern-dev')}
+  assert not names & {'dm-reverb', 'tensorflow', 'tensorflow-cpu'}
+  versions = dict(pin.split('==') for pin in _pins('modern'))
+  assert int(versions['numpy'].partition('.')[0]) >= 2
+  assert tuple(map(int, versions['jax'].split('.')[:2])) >= (0, 10)

@@ -47,8 +47,10 @@ def test_wheel_holds_every_module_and_nothing_else(wheel):
   expected = {
     path.relative_to(_ROOT).as_posix()
     for name in _PACKAGES
-    for path in (_ROOT / name).rglob('*.py')
-  } | {'tunix_reverb/py.typed'}
+    for pattern in ('*.py', '*.binpb', '*.proto', 'py.typed')
+    for path in (_ROOT / name).rglob(pattern)
+  }
+  assert 'tunix_reverb/replay/wire_client/protocol.binpb' in expected
   with zipfile.ZipFile(wheel) as archive:
     names = {n for n in archive.namelist() if '.dist-info/' not in n}
   assert names == expected
@@ -63,7 +65,7 @@ def test_wheel_says_what_it_needs(wheel):
   assert metadata['License'] == 'Apache-2.0'
   assert set(metadata.get_all('Provides-Extra')) == {
       'atari', 'bsuite', 'dev', 'dm-control', 'environments', 'envpool', 'gym',
-      'reverb',
+      'modern', 'reverb',
   }  # fmt: skip
   core = [n for n in metadata.get_all('Requires-Dist') if 'extra ==' not in n]
   assert not [n for n in core if n.startswith(('tensorflow', 'dm-reverb'))]
@@ -101,7 +103,7 @@ def test_wheel_works_away_from_the_checkout(wheel, subprocess_env, tmp_path):
 
 @pytest.mark.skipif(
   'TUNIX_REVERB_TEST_WHEEL' not in os.environ,
-  reason='only `make test` imports the installed wheel',
+  reason='only `make test` and `make test-modern` import the installed wheel',
 )
 def test_tests_import_the_installed_wheel():
   for package in (tunix_reverb, launch):
