@@ -59,19 +59,29 @@ def run_server(context: app.RoleContext) -> int:
 
 
 def _serve(context: app.RoleContext, server, sweeper) -> None:
-  """Reports once a second and checkpoints by period."""
+  """Reports once a second and checkpoints by period.
+
+  A server that does not answer makes no progress: on a busy host that passes,
+  and what stays silent is ended by the watchdog.
+  """
+  from tunix_reverb import errors
+
   period_s = context.config.replay.replay_checkpoint_period_s
   saved_s = time.monotonic()
   checkpoint_s = 0.0
   step = 0
   while not context.stop.wait(_REPORT_PERIOD_S):
-    context.watchdog.progress()
     now_s = time.monotonic()
     if period_s and context.run_dir and now_s - saved_s >= period_s:
       checkpoint_s = _checkpoint(context, server)
       saved_s = time.monotonic()
+    try:
+      with context.watchdog.waiting(f'{context.role} waits for its tables'):
+        metrics = server.limiter_metrics(timeout_s=1.0)
+    except errors.ReplayUnavailableError:
+      continue
+    context.watchdog.progress()
     step += 1
-    metrics = server.limiter_metrics(timeout_s=1.0)
     metrics['replay_checkpoint_s'] = checkpoint_s
     if sweeper is not None:
       metrics |= sweeper.metrics()
