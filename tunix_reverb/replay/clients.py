@@ -291,7 +291,7 @@ def _module(client: str, name: str) -> Any:
       f'tunix_reverb.replay.{_PACKAGES[client]}.{name}'
     )
   except ModuleNotFoundError as e:
-    if e.name not in ('reverb', 'tensorflow'):
+    if (e.name or '').partition('.')[0] not in ('reverb', 'tensorflow'):
       raise
     raise errors.MissingExtraError(
       'the replay server and --replay_client=official need dm-reverb, which '
