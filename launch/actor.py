@@ -73,6 +73,7 @@ def run_actor(context: app.RoleContext) -> int:
       loop,
       items_total=lambda: adder.items_total,
       blocked_s=writer.blocked_s,
+      blocked_by_network_s=writer.blocked_by_network_s,
       failures_total=lambda: sum(environment.failures.values()),
     )
     with watchdog.waiting(

@@ -75,6 +75,14 @@ class ItemWriter(abc.ABC):
   def blocked_s(self) -> float:
     """Seconds that `write` has spent waiting for room, in total."""
 
+  def blocked_by_network_s(self) -> float:
+    """Those of `blocked_s` that the table's rate limiter is not to blame for.
+
+    Then the server was silent, or the items were still on their way. 0 from a
+    client that cannot tell.
+    """
+    return 0.0
+
   @abc.abstractmethod
   def close(self, timeout_s: float) -> bool:
     """Sends what was taken over. Returns whether all of it was confirmed."""

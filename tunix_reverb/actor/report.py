@@ -17,6 +17,7 @@ class ActorReport:
     *,
     items_total: Callable[[], int],
     blocked_s: Callable[[], float],
+    blocked_by_network_s: Callable[[], float],
     failures_total: Callable[[], int],
   ):
     """Reports on `loop`.
@@ -25,11 +26,13 @@ class ActorReport:
       loop: the actor's loop.
       items_total: items written so far.
       blocked_s: seconds spent waiting for room in the table so far.
+      blocked_by_network_s: those that the rate limiter is not to blame for.
       failures_total: environments replaced so far.
     """
     self._loop = loop
     self._items_total = items_total
     self._blocked_s = blocked_s
+    self._blocked_by_network_s = blocked_by_network_s
     self._failures_total = failures_total
     self._episodes = 0
     self._steps = 0
@@ -47,6 +50,7 @@ class ActorReport:
       'episodes_total': self._episodes,
       'policy_version': loop.policy_version,
       'blocked_s_total': self._blocked_s(),
+      'blocked_by_network_s_total': self._blocked_by_network_s(),
       'items_total': self._items_total(),
       'environment_failures_total': self._failures_total(),
       'parked_environments': loop.num_parked,

@@ -198,6 +198,11 @@ def _actor() -> dict[str, Metric]:
       's',
       'Seconds spent waiting for room in the table since the start.',
     ),
+    blocked_by_network_s_total=(
+      's',
+      'Those of them that the rate limiter is not to blame for: the server was '
+      'silent, or items were on their way. The official client cannot tell: 0.',
+    ),
     environment_failures_total=(
       'failures',
       'Environments replaced after an exception or a timeout.',

@@ -172,10 +172,10 @@ class WireItemWriter(core.ItemWriter):
     return self._back_pressure.limiter_s
 
   def blocked_by_network_s(self) -> float:
-    """Those in which the server was silent, or items were still on their way.
+    """See `core.ItemWriter`.
 
-    What `blocked_s` has more than the two was spent in the last second and is
-    not told apart yet.
+    What `blocked_s` has more than both was spent in the last second and is not
+    told apart yet.
     """
     return self._back_pressure.network_s
 
