@@ -359,6 +359,20 @@ def test_any_sound_item_comes_out_as_it_went_in(samples, chunks_per_entry):
       _assert_equal(actual, wanted)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(_arrays(1), min_size=1, max_size=4), min_size=1))
+def test_any_whole_arrays_come_out_as_they_went_in(items):
+  samples = []
+  for i, arrays in enumerate(items):
+    item = test_utils.whole_item(i, _CHUNK_KEY + i, len(arrays))
+    samples.append((item, [test_utils.chunk(_CHUNK_KEY + i, arrays)]))
+  # Twice: what was seen before is read in another way.
+  decoded = _items(test_utils.response(2 * samples))
+  for raw, arrays in zip(decoded, 2 * items, strict=True):
+    for actual, wanted in zip(raw.columns, arrays, strict=True):
+      _assert_equal(actual, wanted[0, ...])
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_bytes_changed_at_will_do_no_harm(data):

@@ -227,14 +227,13 @@ class Decoder:
 
   def _columns(self, trajectory: Any, spans: list[Span]) -> list[np.ndarray]:
     """Decodes every column of a FlatTrajectory."""
-    chunks = dict(_read_chunk(*span) for span in spans)
     columns = None
-    if self._whole_arrays and len(chunks) == 1:
-      columns = self._whole_columns(trajectory, chunks)
+    if self._whole_arrays and len(spans) == 1:
+      columns = self._whole_columns(trajectory, *spans[0])
     if columns is None:
       size = sum(stop - start for _, start, stop in spans)
       columns = _ColumnReader(
-        chunks,
+        dict(_read_chunk(*span) for span in spans),
         self._tensors,
         squeeze_all=self._whole_arrays,
         max_joined_bytes=min(_MAX_JOINED_BYTES, _MAX_EXPANSION * size),
@@ -244,11 +243,11 @@ class Decoder:
     return columns
 
   def _whole_columns(
-    self, trajectory: Any, chunks: dict[bytes, _Chunk]
+    self, trajectory: Any, data: bytes, start: int, stop: int
   ) -> list[np.ndarray] | None:
-    """The whole arrays of the only chunk, if nothing about it is unusual."""
-    ((key, chunk),) = chunks.items()
+    """The rows of the only chunk, if nothing about it is unusual."""
     try:
+      key, chunk = _read_chunk(data, start, stop)
       count = self._num_whole_columns(trajectory, key)
       # A single row is as it was before delta encoding.
       return self._tensors.read_rows(*chunk[:3], count) if count else None

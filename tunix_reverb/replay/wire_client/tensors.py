@@ -42,11 +42,34 @@ class _Form(NamedTuple):
   is_scalar: bool
 
 
+class _Start(NamedTuple):
+  """The bytes of a tensor up to its content, and what follows from them.
+
+  Attributes:
+    data: tag and size of the TensorProto, its header, tag and size of content.
+    content: where the content starts, in bytes from the start of `data`.
+    stop: where it stops.
+    row_shape: of the array to be filled with it.
+    dtype: likewise.
+    num_bytes: likewise.
+    is_scalar: whether the array's only axis is to go.
+  """
+
+  data: bytes
+  content: int
+  stop: int
+  row_shape: tuple[int, ...]
+  dtype: np.dtype
+  num_bytes: int
+  is_scalar: bool
+
+
 class TensorReader:
-  """Reads TensorProtos; remembers their headers, dtype and shape, as bytes."""
+  """Reads TensorProtos; remembers what their first bytes mean."""
 
   def __init__(self) -> None:
-    self._forms: dict[bytes, _Form] = {}
+    self._forms: dict[bytes, _Form] = {}  # By dtype and shape.
+    self._starts: dict[int, _Start] = {}  # The last one, by column.
 
   def read(
     self, data: bytes, start: int, stop: int, delta_encoded: bool
@@ -90,38 +113,47 @@ class TensorReader:
     Raises:
       IndexError, MemoryError, cramjam.DecompressionError: some are malformed.
     """
-    view = memoryview(data)
-    forms = self._forms
-    rows = []
-    for _ in range(count):
-      if data[start] != _TENSOR_TAG:
+    view, rows = memoryview(data), []
+    for column in range(count):
+      known = self._starts.get(column)
+      if known is None or not data.startswith(known[0], start):
+        known = self._read_start(data, start)
+        if known is None:
+          return None
+        self._starts[column] = known
+      _, content, end, shape, dtype, num_bytes, is_scalar = known
+      content += start
+      start += end
+      if start > stop:
         return None
-      size = data[start + 1]
-      start += 2
-      if size >= 0x80:
-        size, start = wire_format.varint(data, start - 1)
-      end = start + size
-      middle = start + 4 + data[start + 3]
-      form = forms.get(data[start:middle])
-      if (
-        form is None
-        or form.row_shape is None
-        or end > stop
-        or data[middle] != _CONTENT_TAG
-      ):
+      row = np.empty(shape, dtype)
+      if _decompress_into(view[content:start], row) != num_bytes:
         return None
-      size = data[middle + 1]
-      middle += 2
-      if size >= 0x80:
-        size, middle = wire_format.varint(data, middle - 1)
-      if middle + size != end or form.num_bytes > _MAX_RATIO * size:
-        return None
-      row = np.empty(form.row_shape, form.dtype)
-      if _decompress_into(view[middle:end], row) != form.num_bytes:
-        return None
-      rows.append(row[0, ...] if form.is_scalar else row)
-      start = end
+      rows.append(row[0, ...] if is_scalar else row)
     return rows
+
+  def _read_start(self, data: bytes, start: int) -> _Start | None:
+    """Reads a tensor up to its content; None if that is not worth it."""
+    if data[start] != _TENSOR_TAG:
+      return None
+    size, header = wire_format.varint(data, start + 1)
+    stop = header + size
+    middle = header + 4 + data[header + 3]
+    form = self._forms.get(data[header:middle])
+    if form is None or form.row_shape is None or data[middle] != _CONTENT_TAG:
+      return None
+    size, content = wire_format.varint(data, middle + 1)
+    if content + size != stop or form.num_bytes > _MAX_RATIO * size:
+      return None
+    return _Start(
+      data[start:content],
+      content - start,
+      stop - start,
+      form.row_shape,
+      form.dtype,
+      form.num_bytes,
+      form.is_scalar,
+    )
 
 
 def _read_form(number: int, data: bytes, start: int, stop: int) -> _Form:

@@ -186,23 +186,37 @@ def poison(kind: str, chunk_proto: Any, item_proto: Any) -> None:
 
 
 def read_anything(message: bytes) -> None:
-  """Decodes a response as far as it can be decoded.
+  """Decodes a response as far as it can be decoded, item by item, twice.
 
   Raises:
     AssertionError: anything but the one error came of it, or an array larger
-      than its bytes could fill.
+      than its bytes could fill, or the decoder changed its mind.
   """
   try:
     items = decoder.Splitter().split(message)
   except errors.PoisonItemError as e:
     assert e.key is None
     return
-  for item in items:
-    for whole_arrays in (False, True):
-      try:
-        raw = decoder.Decoder(whole_arrays=whole_arrays).decode(item)
-      except errors.PoisonItemError:
-        continue
-      for column in raw.columns:
-        assert isinstance(column, np.ndarray)
-        assert column.nbytes <= 1024 * len(message)
+  for whole_arrays in (False, True):
+    reader = decoder.Decoder(whole_arrays=whole_arrays)
+    for item in items:
+      columns = _read_columns(reader, item)
+      again = _read_columns(reader, item)
+      assert (columns is None) == (again is None)
+      for one, other in zip(columns or (), again or (), strict=True):
+        assert isinstance(one, np.ndarray)
+        assert one.nbytes <= 1024 * len(message)
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        if one.dtype.hasobject:
+          assert one.tolist() == other.tolist()
+        else:
+          assert one.tobytes() == other.tobytes()
+
+
+def _read_columns(
+  reader: decoder.Decoder, item: decoder.EncodedItem
+) -> list[np.ndarray] | None:
+  try:
+    return reader.decode(item).columns
+  except errors.PoisonItemError:
+    return None
