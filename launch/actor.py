@@ -29,10 +29,9 @@ def run_actor(context: app.RoleContext) -> int:
   milestones = milestones_lib.Milestones(context.run_dir, context.role)
   milestones.mark('imported')
   config, stop, watchdog = context.config, context.stop, context.watchdog
-  addresses = topology.replay_servers(
-    flags.FLAGS.replay_servers, context.run_dir
-  )
-  address = addresses[flags.FLAGS.actor_id % len(addresses)]
+  given = flags.FLAGS
+  addresses = topology.replay_servers(given.replay_servers, context.run_dir)
+  address = addresses[given.actor_id % len(addresses)]
   agent = builder.make_agent_spec(config)
   client = config.replay.replay_client
   clients.connect(
@@ -55,7 +54,7 @@ def run_actor(context: app.RoleContext) -> int:
   loop, adder, environment = builder.make_actor_loop(
     config,
     agent,
-    actor_id=flags.FLAGS.actor_id,
+    actor_id=given.actor_id,
     writer=writer,
     variables=variables,
     permits=permits,
@@ -71,9 +70,9 @@ def run_actor(context: app.RoleContext) -> int:
     milestones.mark('acts')
     report = report_lib.ActorReport(
       loop,
+      writer=writer,
+      variables=variables,
       items_total=lambda: adder.items_total,
-      blocked_s=writer.blocked_s,
-      blocked_by_network_s=writer.blocked_by_network_s,
       failures_total=lambda: sum(environment.failures.values()),
     )
     with watchdog.waiting(

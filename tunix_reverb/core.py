@@ -11,6 +11,7 @@ import abc
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+import math
 from typing import Any
 
 import dm_env
@@ -33,6 +34,10 @@ class VariableSource(abc.ABC):
     Raises:
       errors.ReplayUnavailableError: the source has failed for good.
     """
+
+  def age_s(self) -> float:
+    """Seconds since the newest variables were published; NaN if unknown."""
+    return math.nan
 
 
 class VariableSink(abc.ABC):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 import time
 
+from tunix_reverb import core
 from tunix_reverb.actor import loop as loop_lib
 
 
@@ -15,24 +16,24 @@ class ActorReport:
     self,
     loop: loop_lib.ActorLoop,
     *,
+    writer: core.ItemWriter,
+    variables: core.VariableSource,
     items_total: Callable[[], int],
-    blocked_s: Callable[[], float],
-    blocked_by_network_s: Callable[[], float],
     failures_total: Callable[[], int],
   ):
     """Reports on `loop`.
 
     Args:
       loop: the actor's loop.
+      writer: of its items.
+      variables: where its variables come from.
       items_total: items written so far.
-      blocked_s: seconds spent waiting for room in the table so far.
-      blocked_by_network_s: those that the rate limiter is not to blame for.
       failures_total: environments replaced so far.
     """
     self._loop = loop
+    self._writer = writer
+    self._variables = variables
     self._items_total = items_total
-    self._blocked_s = blocked_s
-    self._blocked_by_network_s = blocked_by_network_s
     self._failures_total = failures_total
     self._episodes = 0
     self._steps = 0
@@ -49,8 +50,9 @@ class ActorReport:
       'actor_steps_total': loop.actor_steps,
       'episodes_total': self._episodes,
       'policy_version': loop.policy_version,
-      'blocked_s_total': self._blocked_s(),
-      'blocked_by_network_s_total': self._blocked_by_network_s(),
+      'blocked_s_total': self._writer.blocked_s(),
+      'blocked_by_network_s_total': self._writer.blocked_by_network_s(),
+      'variables_age_s': self._variables.age_s(),
       'items_total': self._items_total(),
       'environment_failures_total': self._failures_total(),
       'parked_environments': loop.num_parked,

@@ -203,6 +203,11 @@ def _actor() -> dict[str, Metric]:
       'Those of them that the rate limiter is not to blame for: the server was '
       'silent, or items were on their way. The official client cannot tell: 0.',
     ),
+    variables_age_s=(
+      's',
+      'Seconds since the learner published the newest variables that have '
+      'come.',
+    ),
     environment_failures_total=(
       'failures',
       'Environments replaced after an exception or a timeout.',
