@@ -60,7 +60,7 @@ class Written:
 def trajectory(version: int, *, age_s: float = 0.0, length: int = 3) -> Written:
   """One that was begun `age_s` ago; its permit is its key, negative."""
   key = next(_KEYS)
-  item = test_utils.item(key, lengths=(length,), policy_version=version)
+  item = test_utils.item(lengths=(length,), policy_version=version)
   created_at_s = time.time() - age_s
   item = item._replace(
     created_at_s=np.array([created_at_s]), permit_id=np.array([-key])
@@ -109,6 +109,13 @@ class Rig:
     for thread in threads:
       thread.join()
     assert not failed, failed
+
+  def fill(self, table: str, number: int) -> None:
+    """Puts `number` items of no interest into a table."""
+    entries_ = [(table, next(_KEYS), 0.0) for _ in range(number)]
+    self._inserter.insert(
+      [insert_stream.NewItem(entries_, [np.array(0)])], TIMEOUT_S
+    )
 
   def publish(self, version: int) -> None:
     """The learner's newest version, as its sink tells it."""
