@@ -89,6 +89,28 @@ def test_a_lease_runs_from_the_taking():
   assert _counts(ledger) == (0, 1, 1, 0), 'a late one brings nothing back'
 
 
+def test_a_restarted_server_shortens_the_wait_for_what_it_may_have_lost():
+  ledger = _ledger(size=4, lag=0, lease_s=600.0)
+  ledger.issue()
+  ledger.observe_taken(2, 0.0)
+  ledger.arrive(1, 30.0)  # The longest so far.
+  ledger.observe_taken(4, 100.0)
+  ledger.doubt(100.0)
+  assert ledger.arrive(2, 155.0) is _LIVE, 'it was under way'
+  assert ledger.expire(160.0) == []
+  assert ledger.expire(160.1) == [3, 4], 'twice the longest later'
+  assert ledger.issue() and ledger.observe_taken(6, 200.0) is None
+  assert ledger.expire(700.0) == [], 'permits taken since have their lease'
+
+
+def test_a_lease_that_ends_earlier_is_not_made_longer():
+  ledger = _ledger(size=1, lag=0, lease_s=5.0)
+  ledger.issue()
+  ledger.observe_taken(1, 0.0)
+  ledger.doubt(4.0)
+  assert ledger.expire(5.1) == [1]
+
+
 def test_a_trajectory_is_settled_once_whatever_is_told_of_it():
   ledger = _ledger(size=2, lag=0)
   ledger.issue()

@@ -224,7 +224,7 @@ class Admission:
 
   def _run(self) -> None:
     keeper = _StockKeeper(self._table, self._ledger, self._lock)
-    next_removals_s = 0.0
+    next_removals_s, trouble = 0.0, ''
     try:
       while not self._stop.is_set():
         pause_s = _POLL_S
@@ -233,12 +233,14 @@ class Admission:
           if time.monotonic() >= next_removals_s:
             next_removals_s = time.monotonic() + _REMOVALS_PERIOD_S
             self._count_removals(self._table.removals())
+          trouble = ''
         except (
           errors.DeadlineExceededError,
           errors.ReplayUnavailableError,
         ) as e:
-          logging.warning('permits: %s; trying again', e)
-          pause_s = _RETRY_S
+          if not trouble:  # Once for each outage.
+            logging.warning('permits: %s; trying again', e)
+          trouble, pause_s = str(e), _RETRY_S
         self._wake.wait(pause_s)
         self._wake.clear()
     except BaseException as e:  # Raised again in the feed's thread.
@@ -325,6 +327,7 @@ class _StockKeeper:
   def _reset(self) -> None:
     self._table.reset()
     with self._lock:
+      self._ledger.doubt(time.monotonic())
       self._ledger.withdraw()
       self._taken_before = self._ledger.taken_total
     self._inserts = self._deletes = 0

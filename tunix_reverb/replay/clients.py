@@ -96,7 +96,8 @@ def make_writer(
     **kwargs: of the writer.
   """
   if announce:
-    kwargs['announce'] = True
+    # Permits bound what is under way: a narrow window would only slow it down.
+    kwargs = {'announce': True, 'max_pending_items': 32, **kwargs}
   return _class(client, 'writer', 'ItemWriter')(
     address, columns=columns, **kwargs
   )

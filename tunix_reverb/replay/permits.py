@@ -167,12 +167,16 @@ class WirePermitSource(core.PermitSource):
       inserter.close()
 
   def _run(self) -> None:
+    trouble = ''
     try:
       while self._wait_for_requests():
         try:
           self._pull()
+          trouble = ''
         except errors.ReplayUnavailableError as e:
-          logging.warning('permits: %s; trying again', e)
+          if not trouble:  # Once for each outage.
+            logging.warning('permits: %s; trying again', e)
+          trouble = str(e)
           with self._changed:
             self._changed.wait_for(lambda: self._closed, _RETRY_S)
     except BaseException as e:  # Raised again in the actor's thread.

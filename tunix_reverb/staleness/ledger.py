@@ -32,6 +32,11 @@ from tunix_reverb import types
 # after a replay server has been restarted.
 _SETTLED_KEPT = 10_000
 
+# A trajectory that may have been lost is waited for so many times as long as
+# the longest took before, and at least so many seconds.
+_DOUBT_FACTOR = 2.0
+_MIN_DOUBT_S = 10.0
+
 
 class Arrival(enum.Enum):
   """What the ledger knows of a trajectory that has arrived.
@@ -53,6 +58,14 @@ class PermitCounts(NamedTuple):
   stock: int
   taken: int
   arrived: int
+
+
+class _Taken(NamedTuple):
+  """A permit with an actor: its version, since when, and until when."""
+
+  policy_version: int
+  taken_s: float
+  until_s: float
 
 
 class PermitLedger:
@@ -86,7 +99,8 @@ class PermitLedger:
     self._credit = (max_policy_lag + 1) * trajectories_per_update
     # In the order of issue, hence of version: id to version.
     self._stock: dict[int, int] = {}
-    self._taken: dict[int, tuple[int, float]] = {}  # Version, taken at.
+    self._taken: dict[int, _Taken] = {}
+    self._longest_s = 0.0  # From a permit's taking to the arrival.
     self._arrived: dict[int, int] = {}
     self._settled: dict[int, None] = {}
     self._version = self._confirmed = policy_version
@@ -165,14 +179,25 @@ class PermitLedger:
     """Gives up permits whose lease is over; returns them."""
     over = [
       permit_id
-      for permit_id, (_, taken_s) in self._taken.items()
-      if now_s - taken_s > self._lease_s
+      for permit_id, taken in self._taken.items()
+      if now_s > taken.until_s
     ]
     for permit_id in over:
       del self._taken[permit_id]
     self._credit += len(over)
     self.reissued_total += len(over)
     return over
+
+  def doubt(self, now_s: float) -> None:
+    """The server was restarted: what was taken before may be lost with it.
+
+    Trajectories under way will come; so those that do not come for longer than
+    any took before are given up, without waiting for the lease to end.
+    """
+    wait_s = max(_MIN_DOUBT_S, _DOUBT_FACTOR * self._longest_s)
+    for permit_id, taken in self._taken.items():
+      until_s = min(taken.until_s, now_s + wait_s)
+      self._taken[permit_id] = taken._replace(until_s=until_s)
 
   # What becomes of the trajectories.
 
@@ -183,7 +208,9 @@ class PermitLedger:
       before = self.stock_ids.index(permit_id) + 1
       self.observe_taken(self.taken_total + before, now_s)
     if permit_id in self._taken:
-      self._arrived[permit_id] = self._taken.pop(permit_id)[0]
+      taken = self._taken.pop(permit_id)
+      self._longest_s = max(self._longest_s, now_s - taken.taken_s)
+      self._arrived[permit_id] = taken.policy_version
       return Arrival.LIVE
     if permit_id in self._arrived or permit_id in self._settled:
       return Arrival.SETTLED
@@ -249,13 +276,14 @@ class PermitLedger:
     return True
 
   def _take(self, permit_id: int, now_s: float) -> None:
-    self._taken[permit_id] = (self._stock.pop(permit_id), now_s)
+    version = self._stock.pop(permit_id)
+    self._taken[permit_id] = _Taken(version, now_s, now_s + self._lease_s)
     self.taken_total += 1
 
   def _oldest_issued(self) -> list[int]:
     """The oldest version taken, and the one in stock, if there are any."""
     taken = [
-      version for version, _ in itertools.islice(self._taken.values(), 1)
+      one.policy_version for one in itertools.islice(self._taken.values(), 1)
     ]
     return taken + list(itertools.islice(self._stock.values(), 1))
 
