@@ -50,7 +50,7 @@ modern: $(MODERN)/.modern $(MODERN)/.wheel  ## .venv-modern: actors and learner 
 
 train-modern: venv modern  ## the same run; only the replay server is in .venv
 	@$(MODERN_BIN)/python -P -m launch.local --environment=catch \
-	  --solved_return=0.95 --replay_client=wire \
+	  --solved_return=0.95 \
 	  --replay_server_python=$(BIN)/python $(TRAIN_FLAGS)
 
 # -P and the bare pytest keep the checkout off sys.path: the installed wheel is
