@@ -30,6 +30,9 @@ _CALL_TIMEOUT_S = 5.0
 # killed in line may be handed a permit until this is over.
 _IN_LINE_S = 0.5
 _REST_TIMEOUT_S = 0.05
+# A permit that a busy server has handed out too late would be missed until its
+# lease is over.
+_GRACE_S = 30.0
 _RETRY_S = 0.5
 _JOIN_TIMEOUT_S = 2.0
 _GIVE_BACK_TIMEOUT_S = 1.0
@@ -101,7 +104,9 @@ class WirePermitSource(core.PermitSource):
   def __init__(self, address: str):
     """Args: address: 'host:port' of the first replay server."""
     self._address = address
-    self._puller = sample_stream.Puller(address, tables.PERMITS)
+    self._puller = sample_stream.Puller(
+      address, tables.PERMITS, grace_s=_GRACE_S
+    )
     self._changed = threading.Condition()
     self._wanted = 0
     self._come: list[types.Permit] = []

@@ -113,8 +113,16 @@ class Puller:
   newest thousand.
   """
 
-  def __init__(self, address: str, table: str):
-    """Args: address: 'host:port'. table: its name. Connects when used."""
+  def __init__(self, address: str, table: str, *, grace_s: float = _GRACE_S):
+    """Connects when it is first used.
+
+    Args:
+      address: 'host:port'.
+      table: its name.
+      grace_s: seconds that the news of a timeout may take to arrive; what the
+        server does not tell by then is lost.
+    """
+    self._grace_s = grace_s
     self.poison: collections.deque[int | None] = collections.deque(
       maxlen=_MAX_POISON_KEYS
     )
@@ -129,10 +137,9 @@ class Puller:
   def pull(self, count: int, timeout_s: float) -> list[RawItem]:
     """Samples `count` items, or as many as come in time.
 
-    What has not come by then stays in the table. The exception: when a
-    response takes longer than `timeout_s` to arrive, or the server does not
-    tell within a second that the time is over, what it has taken out of the
-    table by then (up to `count` items) is lost.
+    What has not come by then stays in the table. The exception: when the
+    server does not tell within `grace_s` more that the time is over, what it
+    has taken out of the table by then (up to `count` items) is lost.
 
     One thread at a time; `close` may come from any.
 
@@ -162,7 +169,7 @@ class Puller:
         self._request(owed, remaining_s)
       try:
         remaining_s = max(0.0, deadline_s - time.monotonic())
-        encoded = self._receive(remaining_s + _GRACE_S)
+        encoded = self._receive(remaining_s + self._grace_s)
       except errors.DeadlineExceededError:
         self._end_stream()
         break
