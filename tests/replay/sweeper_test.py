@@ -8,6 +8,8 @@ import pytest
 import sweeper_rig
 
 from tunix_reverb import errors
+from tunix_reverb.agents.vtrace import builder
+from tunix_reverb.agents.vtrace import config as config_lib
 from tunix_reverb.replay import clients
 from tunix_reverb.replay import entries
 from tunix_reverb.replay import sweeper as sweeper_lib
@@ -376,6 +378,17 @@ def test_a_table_with_a_limiter_is_left_alone(
   with pytest.raises(ValueError, match='must be kept by permits'):
     sweeper.sweep()
   assert rig.size(tables.TRAJECTORIES) == 2
+
+
+def test_a_server_gets_a_sweeper_if_permits_keep_its_balance(
+  start_server, closing
+):
+  config = config_lib.ExperimentConfig()
+  plain = start_server()
+  assert builder.make_sweeper(config, plain, sweeper_rig.COLUMNS) is None
+  server = start_server(tables.TableConfig(balance='permits'))
+  made = builder.make_sweeper(config, server, sweeper_rig.COLUMNS)
+  closing(made).sweep()
 
 
 def _wait_for(condition):
