@@ -9,6 +9,7 @@ N trajectories, S transitions over all of them (see `types`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+import itertools
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ import tree
 from tunix_reverb import errors
 from tunix_reverb import specs
 from tunix_reverb import types
+
+_MAX_LAYOUTS = 4096
 
 
 class ColumnCodec:
@@ -32,6 +35,9 @@ class ColumnCodec:
     self._rank = np.argsort(self._order).tolist()
     self.paths = [paths[i] for i in self._order]
     self._specs = [self._leaf_specs[i] for i in self._order]
+    self._fields = self._make_fields()
+    # Transitions of each layout of an item that was found in order.
+    self._transitions: dict[tuple, int] = {}
 
   def flatten(self, trajectories: types.Trajectories) -> list[np.ndarray]:
     """The columns of `trajectories`, ordered by path.
@@ -81,7 +87,48 @@ class ColumnCodec:
         raise errors.SpecMismatchError(
           f'column {path} is {_spec_of(array)} where the signature has {spec}'
         )
-    return tree.unflatten_as(self._columns, [arrays[i] for i in self._rank])
+    return self._assemble(arrays)
+
+  def read(self, arrays: Sequence[np.ndarray]) -> types.Trajectories:
+    """As `unflatten`, of arrays that must not contradict each other.
+
+    Layouts that passed are remembered: it is mostly the checks that cost.
+
+    Raises:
+      errors.SpecMismatchError: the arrays differ from the signature, or they
+        have an `inconsistency`.
+    """
+    layout = tuple([(array.dtype, array.shape) for array in arrays])
+    transitions = self._transitions.get(layout)
+    if transitions is not None:
+      item = self._assemble(arrays)
+      lengths = item.lengths.tolist()
+      if min(lengths) > 0 and sum(lengths) == transitions:
+        return item
+    item = self.unflatten(arrays)
+    problem = inconsistency(item)
+    if problem:
+      raise errors.SpecMismatchError(problem)
+    if len(self._transitions) >= _MAX_LAYOUTS:
+      self._transitions.clear()
+    self._transitions[layout] = sum(item.lengths.tolist())
+    return item
+
+  def _make_fields(self) -> list[tuple[types.Nest, list[int]]]:
+    """Of each field: its columns, and where their arrays come by path."""
+    fields, ranks = [], iter(self._rank)
+    for columns in self._columns:
+      count = len(tree.flatten(columns))
+      fields.append((columns, list(itertools.islice(ranks, count))))
+    return fields
+
+  def _assemble(self, arrays: Sequence[np.ndarray]) -> types.Trajectories:
+    return types.Trajectories._make(
+      arrays[ranks[0]]
+      if isinstance(columns, specs.ColumnSpec)
+      else tree.unflatten_as(columns, [arrays[i] for i in ranks])
+      for columns, ranks in self._fields
+    )
 
   def _explain(self, trajectories: types.Trajectories) -> str:
     ours = dict(zip(self.paths, self._specs))

@@ -266,10 +266,7 @@ def _to_item(
         f'a column of shape {array.shape} is not one whole array'
       )
     arrays.append(array[0])
-  trajectories = codec.unflatten(arrays)
-  problem = columns_lib.inconsistency(trajectories)
-  if problem:
-    raise errors.SpecMismatchError(problem)
+  trajectories = codec.read(arrays)
   key, _, _, priority, times_sampled = raw[:num_facts]
   return types.SampledItem(
     key=int(key),

@@ -186,13 +186,9 @@ class WireItemSampler(core.ItemSampler):
 
   def _unflatten(self, raw: decoder_lib.RawItem) -> types.Trajectories:
     try:
-      trajectories = self._codec.unflatten(raw.columns)
-      problem = columns_lib.inconsistency(trajectories)
-      if problem:
-        raise errors.SpecMismatchError(problem)
+      return self._codec.read(raw.columns)
     except errors.SpecMismatchError as e:
       raise errors.PoisonItemError(f'item {raw.key}: {e}', key=raw.key) from e
-    return trajectories
 
   def _skip(
     self, shard: shard_lib.Shard, error: errors.PoisonItemError
