@@ -113,3 +113,32 @@ def test_gradient_of_a_share_then_psum_is_the_global_gradient():
     )
   )(jnp.float32(1), x)
   np.testing.assert_allclose(gradient, x.mean())
+
+
+def test_psum_over_mesh_sums_over_every_axis_a_param_is_not_split_on():
+  mesh = mesh_lib.make_mesh(
+    jax.devices()[:8], data=2, fsdp=1, sequence=2, tensor=2
+  )
+  specs = {'split': P(mesh_lib.PARAM_AXES, mesh_lib.TENSOR), 'whole': P()}
+  tree = {'split': np.ones((4, 4), np.float32), 'whole': np.ones(3, np.float32)}
+  sums = jax.jit(
+    mesh_lib.shard_map(
+      lambda tree: mesh_lib.psum_over_mesh(tree, specs),
+      mesh=mesh,
+      in_specs=(specs,),
+      out_specs=specs,
+    )
+  )(tree)
+  np.testing.assert_array_equal(sums['split'], 2 * tree['split'])
+  np.testing.assert_array_equal(sums['whole'], 8 * tree['whole'])
+
+
+def test_specs_of_tokens_and_of_positions():
+  mesh = mesh_lib.make_mesh(
+    jax.devices()[:8], data=2, fsdp=1, sequence=2, tensor=2
+  )
+  shape = lambda spec: jax.sharding.NamedSharding(mesh, spec).shard_shape(
+    (4, 8)
+  )
+  assert shape(mesh_lib.token_spec()) == (2, 4)
+  assert shape(mesh_lib.position_spec()) == (2, 2)

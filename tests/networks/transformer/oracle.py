@@ -5,14 +5,24 @@ that every output and every param takes part in.
 """
 
 import dataclasses
+import functools
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tunix_reverb.networks.transformer import config as config_lib
+from tunix_reverb.networks.transformer import model as model_lib
 from tunix_reverb.networks.transformer import params as params_lib
 from tunix_reverb.networks.transformer import rope
+from tunix_reverb.sharding import gradients as gradients_lib
+from tunix_reverb.sharding import mesh as mesh_lib
+from tunix_reverb.sharding import positions as positions_lib
+from tunix_reverb.sharding import shards
 
 # Odd sizes where sharding allows them, so that mixed-up dims do not go unseen.
 TINY = config_lib.TransformerConfig(
@@ -32,6 +42,8 @@ ALL_OPTIONS = dataclasses.replace(
   qkv_bias=True,
   rope_scaling=config_lib.RopeScaling(factor=4.0, original_length=32),
 )
+# Blocks so small that each test meets several of them.
+F32 = config_lib.ComputeConfig(dtype='float32', head_block=3, attention_block=8)
 
 
 def random_params(config, seed=0):
@@ -96,7 +108,9 @@ def outputs(config, params, tokens, next_tokens, segment_ids, places):
   def norm(x, scale):
     mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
     shape = (1,) * (x.ndim - 1) + scale.shape
-    return x / jnp.sqrt(mean_square + config.norm_epsilon) * scale.reshape(shape)
+    return (
+      x / jnp.sqrt(mean_square + config.norm_epsilon) * scale.reshape(shape)
+    )
 
   def heads(p, name, x):
     y = x @ p[name]
@@ -154,3 +168,152 @@ def loss_and_gradients(config, params, batch):
     return jnp.sum(jnp.where(is_real, terms, 0.0)) / float(is_real.sum())
 
   return jax.jit(jax.value_and_grad(loss))(params)
+
+
+def make_model(config, compute, sizes):
+  data, fsdp, sequence, tensor = sizes
+  mesh = mesh_lib.make_mesh(
+    jax.devices()[: data * fsdp * sequence * tensor],
+    data=data,
+    fsdp=fsdp,
+    sequence=sequence,
+    tensor=tensor,
+  )
+  return model_lib.make_transformer(config, mesh, compute)
+
+
+def sharded_step(model, count, num_micro_batches, params, batch):
+  """(loss, gradients) of global arrays; `count` is what the loss is over."""
+
+  def loss_share(params, batch):
+    own = lambda x: positions_lib.own_from_shard(x, model.mesh)
+    terms = loss_terms(*model.apply(params, *batch), own(batch[3]))
+    share = jnp.sum(jnp.where(own(batch[2]) > 0, terms, 0.0)) / count
+    return share, share
+
+  # Per device: params in shards, batch [B / (data * fsdp), L / sequence].
+  def step(params, batch):
+    gradients, share = gradients_lib.accumulate(
+      loss_share,
+      params,
+      batch,
+      model.param_specs,
+      num_micro_batches=num_micro_batches,
+    )
+    return jax.lax.psum(share, mesh_lib.AXES), gradients
+
+  return mesh_lib.shard_map(
+    step,
+    mesh=model.mesh,
+    in_specs=(model.param_specs, mesh_lib.token_spec()),
+    out_specs=(mesh_lib.replicated_spec(), model.param_specs),
+  )(params, batch)
+
+
+def sharded_loss_and_gradients(
+  config, compute, sizes, params, batch, num_micro_batches=1
+):
+  """What `loss_and_gradients` returns, from the real model on a mesh."""
+  model = make_model(config, compute, sizes)
+  count = float((batch[2] > 0).sum())
+  step = functools.partial(sharded_step, model, count, num_micro_batches)
+  placed = place(model, params, batch)
+  return compile_fast(step, *placed)(*placed)
+
+
+def sharded_outputs(config, compute, sizes, params, batch):
+  """`TokenOutputs` of the real model on a mesh."""
+  model = make_model(config, compute, sizes)
+  apply = mesh_lib.shard_map(
+    model.apply,
+    mesh=model.mesh,
+    in_specs=(model.param_specs,) + (mesh_lib.token_spec(),) * 4,
+    out_specs=mesh_lib.position_spec(),
+  )
+  params, batch = place(model, params, batch)
+  return compile_fast(apply, params, *batch)(params, *batch)
+
+
+def place(model, params, batch):
+  """Global arrays where the model wants them."""
+  return (
+    jax.device_put(params, shards.shardings(model.mesh, model.param_specs)),
+    jax.device_put(
+      batch, shards.shardings(model.mesh, (mesh_lib.token_spec(),) * 4)
+    ),
+  )
+
+
+def unpack(batch):
+  """The same segments, each in a row of its own."""
+  rows = []
+  for row in zip(*batch):
+    for segment in range(1, int(row[2].max()) + 1):
+      chosen = row[2] == segment
+      pad = np.zeros((~chosen).sum(), np.int32)
+      parts = [np.concatenate([x[chosen], pad]) for x in row]
+      parts[2] = np.minimum(parts[2], 1)
+      rows.append(parts)
+  return tuple(np.stack(x) for x in zip(*rows))
+
+
+_SIXTEEN = """
+import jax, oracle
+jax.config.update('jax_threefry_partitionable', True)
+import dataclasses
+config = dataclasses.replace(oracle.ALL_OPTIONS, tied_embeddings=True)
+params = oracle.random_params(config)
+batch = oracle.packed_batch(config, rows=4, length=16)
+loss, gradients = oracle.loss_and_gradients(config, params, batch)
+sharded_loss, sharded = oracle.sharded_loss_and_gradients(
+  config, oracle.F32, (2, 2, 2, 2), params, batch
+)
+errors = oracle.relative_errors(sharded, gradients)
+assert abs(sharded_loss / loss - 1) < 1e-5, (sharded_loss, loss)
+assert max(errors.values()) < 1e-5, errors
+"""
+
+
+def run_on_sixteen_devices(env, path):
+  """Compares a mesh of 2 x 2 x 2 x 2 with one device, embeddings tied."""
+  here = str(pathlib.Path(__file__).parent)
+  python_path = [here, *filter(None, [env.get('PYTHONPATH')])]
+  result = subprocess.run(
+    [sys.executable, '-c', _SIXTEEN],
+    env=env
+    | {
+      'XLA_FLAGS': '--xla_force_host_platform_device_count=16',
+      'PYTHONPATH': os.pathsep.join(python_path),
+    },
+    cwd=path,
+    text=True,
+    capture_output=True,
+    timeout=110,
+  )
+  assert result.returncode == 0, result.stderr
+
+
+def compile_fast(fn, *args):
+  """Jitted, with the least of LLVM's work: the shapes are tiny."""
+  options = {'xla_backend_optimization_level': 0}
+  return jax.jit(fn).lower(*args).compile(compiler_options=options)
+
+
+def relative_errors(actual, expected):
+  """L2 error of each leaf over its norm, by name."""
+  leaves, _ = jax.tree_util.tree_flatten_with_path(expected)
+  return {
+    jax.tree_util.keystr(path): float(
+      np.linalg.norm(np.asarray(a) - np.asarray(e)) / np.linalg.norm(e)
+    )
+    for (path, e), a in zip(leaves, jax.tree_util.tree_leaves(actual))
+  }
+
+
+def cosine(actual, expected):
+  """Of all leaves together."""
+  a, e = (
+    np.concatenate([np.ravel(x) for x in jax.tree_util.tree_leaves(tree)])
+    for tree in (actual, expected)
+  )
+  return float(a @ e / np.linalg.norm(a) / np.linalg.norm(e))

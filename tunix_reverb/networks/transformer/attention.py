@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import chex
 import jax
@@ -26,7 +27,6 @@ import jax.numpy as jnp
 
 from tunix_reverb.networks.transformer import blocked_attention
 from tunix_reverb.networks.transformer import cudnn_attention
-from tunix_reverb.networks.transformer import splash_attention
 from tunix_reverb.sharding import positions
 
 
@@ -77,7 +77,7 @@ class Attention:
     arrays = (queries, keys, values, q_segment_ids, kv_segment_ids)
     kind = self._resolve(queries)
     if kind == 'splash':
-      return splash_attention.splash_attention(
+      return _splash().splash_attention(
         *arrays, mesh=self.mesh, block=self.block
       )
     q_start = positions.shard_start(queries.shape[1], self.mesh)
@@ -94,14 +94,16 @@ class Attention:
   def _resolve(self, queries: jax.Array) -> str:
     platform = self.mesh.devices.flat[0].platform
     if self.kind == 'auto':
-      if platform == 'tpu' and not _splash_objection(queries):
+      if platform == 'tpu' and not _splash().objection(queries):
         return 'splash'
-      if platform in ('gpu', 'cuda') and not _cudnn_objection(queries):
+      if platform == 'gpu' and not cudnn_attention.objection(queries):
         return 'cudnn'
       return 'blocked'
-    objection = {'splash': _splash_objection, 'cudnn': _cudnn_objection}.get(
-      self.kind, lambda _: ''
-    )(queries)
+    objection = ''
+    if self.kind == 'splash':
+      objection = _splash().objection(queries)
+    elif self.kind == 'cudnn':
+      objection = cudnn_attention.objection(queries)
     if objection:
       raise ValueError(f'attention ({self.kind!r}) needs {objection}')
     return self.kind
@@ -152,23 +154,8 @@ def reference_attention(
   return outputs.reshape(queries.shape)
 
 
-def _splash_objection(queries: jax.Array) -> str:
-  """What of the queries the kernel cannot take, or ''."""
-  if queries.shape[1] % splash_attention.LANES:
-    return (
-      f'positions per device ({queries.shape[1]}) in multiples of '
-      f'{splash_attention.LANES}'
-    )
-  return ''
+def _splash() -> Any:
+  # Here, because it loads Pallas, which only TPUs need.
+  from tunix_reverb.networks.transformer import splash_attention
 
-
-def _cudnn_objection(queries: jax.Array) -> str:
-  if queries.dtype != jnp.bfloat16:
-    return f'bfloat16, not {queries.dtype}'
-  size = queries.shape[-1]
-  if size > cudnn_attention.MAX_HEAD_SIZE or size % 8:
-    return (
-      f'a head_size ({size}) that is a multiple of 8 and at most '
-      f'{cudnn_attention.MAX_HEAD_SIZE}'
-    )
-  return ''
+  return splash_attention

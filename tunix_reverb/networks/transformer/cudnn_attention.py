@@ -15,7 +15,20 @@ import jax
 import jax.numpy as jnp
 
 # The kernel's longest head on all GPUs that have it.
-MAX_HEAD_SIZE = 128
+_MAX_HEAD_SIZE = 128
+
+
+def objection(queries: jax.Array) -> str:
+  """What the kernel needs that these queries [B, Q, H, d] have not, or ''."""
+  if queries.dtype != jnp.bfloat16:
+    return f'bfloat16, not {queries.dtype}'
+  size = queries.shape[-1]
+  if size > _MAX_HEAD_SIZE or size % 8:
+    return (
+      f'a head_size ({size}) that is a multiple of 8 and at most '
+      f'{_MAX_HEAD_SIZE}'
+    )
+  return ''
 
 
 def cudnn_attention(

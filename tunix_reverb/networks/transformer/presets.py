@@ -46,7 +46,7 @@ _QWEN2 = config_lib.TransformerConfig(
   qkv_bias=True,
 )
 _QWEN2_SMALL = dataclasses.replace(
-  _QWEN2, vocabulary_size=151_936, num_kv_heads=2, tied_embeddings=True
+  _QWEN2, vocabulary_size=151_936, tied_embeddings=True
 )
 _QWEN3 = config_lib.TransformerConfig(
   vocabulary_size=151_936,
@@ -69,6 +69,8 @@ def _sized(
   model_size: int,
   mlp_size: int,
   num_heads: int,
+  num_kv_heads: int,
+  head_size: int = 128,
 ) -> config_lib.TransformerConfig:
   return dataclasses.replace(
     family,
@@ -76,6 +78,8 @@ def _sized(
     model_size=model_size,
     mlp_size=mlp_size,
     num_heads=num_heads,
+    num_kv_heads=num_kv_heads,
+    head_size=head_size,
   )
 
 
@@ -101,34 +105,24 @@ PRESETS: dict[str, config_lib.TransformerConfig] = {
     head_size=32,
   ),
   'llama2-7b': _LLAMA2,
-  'llama2-13b': dataclasses.replace(
-    _sized(_LLAMA2, 40, 5120, 13_824, 40), num_kv_heads=40
-  ),
-  'llama2-70b': dataclasses.replace(
-    _sized(_LLAMA2, 80, 8192, 28_672, 64), num_kv_heads=8
-  ),
+  'llama2-13b': _sized(_LLAMA2, 40, 5120, 13_824, 40, 40),
+  'llama2-70b': _sized(_LLAMA2, 80, 8192, 28_672, 64, 8),
   'llama3-8b': _LLAMA3,
-  'llama3-70b': _sized(_LLAMA3, 80, 8192, 28_672, 64),
+  'llama3-70b': _sized(_LLAMA3, 80, 8192, 28_672, 64, 8),
   'llama3.1-8b': _LLAMA31,
-  'llama3.1-70b': _sized(_LLAMA31, 80, 8192, 28_672, 64),
-  'llama3.2-1b': dataclasses.replace(
-    _sized(_LLAMA32, 16, 2048, 8192, 32), head_size=64
-  ),
-  'llama3.2-3b': _sized(_LLAMA32, 28, 3072, 8192, 24),
-  'qwen2-0.5b': dataclasses.replace(
-    _sized(_QWEN2_SMALL, 24, 896, 4864, 14), head_size=64
-  ),
-  'qwen2-1.5b': _sized(_QWEN2_SMALL, 28, 1536, 8960, 12),
+  'llama3.1-70b': _sized(_LLAMA31, 80, 8192, 28_672, 64, 8),
+  'llama3.2-1b': _sized(_LLAMA32, 16, 2048, 8192, 32, 8, head_size=64),
+  'llama3.2-3b': _sized(_LLAMA32, 28, 3072, 8192, 24, 8),
+  'qwen2-0.5b': _sized(_QWEN2_SMALL, 24, 896, 4864, 14, 2, head_size=64),
+  'qwen2-1.5b': _sized(_QWEN2_SMALL, 28, 1536, 8960, 12, 2),
   'qwen2-7b': _QWEN2,
-  'qwen2-72b': dataclasses.replace(
-    _sized(_QWEN2, 80, 8192, 29_568, 64), num_kv_heads=8
-  ),
-  'qwen3-0.6b': _sized(_QWEN3_SMALL, 28, 1024, 3072, 16),
-  'qwen3-1.7b': _sized(_QWEN3_SMALL, 28, 2048, 6144, 16),
-  'qwen3-4b': _sized(_QWEN3_SMALL, 36, 2560, 9728, 32),
+  'qwen2-72b': _sized(_QWEN2, 80, 8192, 29_568, 64, 8),
+  'qwen3-0.6b': _sized(_QWEN3_SMALL, 28, 1024, 3072, 16, 8),
+  'qwen3-1.7b': _sized(_QWEN3_SMALL, 28, 2048, 6144, 16, 8),
+  'qwen3-4b': _sized(_QWEN3_SMALL, 36, 2560, 9728, 32, 8),
   'qwen3-8b': _QWEN3,
-  'qwen3-14b': _sized(_QWEN3, 40, 5120, 17_408, 40),
-  'qwen3-32b': _sized(_QWEN3, 64, 5120, 25_600, 64),
+  'qwen3-14b': _sized(_QWEN3, 40, 5120, 17_408, 40, 8),
+  'qwen3-32b': _sized(_QWEN3, 64, 5120, 25_600, 64, 8),
 }
 
 

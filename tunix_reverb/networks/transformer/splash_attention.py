@@ -24,8 +24,16 @@ import jax.numpy as jnp
 from tunix_reverb.networks.transformer import blocked_attention
 from tunix_reverb.sharding import mesh as mesh_lib
 
-# The width of a vector register; lengths must be multiples.
-LANES = 128
+# The width of a vector register; lengths must be multiples, heads are padded.
+_LANES = 128
+
+
+def objection(queries: jax.Array) -> str:
+  """What the kernel needs that these queries [B, Q, H, d] have not, or ''."""
+  length = queries.shape[1]
+  if length % _LANES:
+    return f'positions per device ({length}) in multiples of {_LANES}'
+  return ''
 
 
 def splash_attention(
@@ -64,24 +72,30 @@ def splash_attention(
     mesh=mesh,
     interpret=mesh.devices.flat[0].platform != 'tpu',
   )
-  heads_first = lambda x: jnp.moveaxis(x, 2, 1)
+  scale = jnp.asarray(1 / math.sqrt(size), queries.dtype)
   outputs = jax.vmap(kernel)(
-    heads_first(queries) * jnp.asarray(1 / math.sqrt(size), queries.dtype),
-    heads_first(keys),
-    heads_first(values),
+    _heads_first(queries * scale),
+    _heads_first(keys),
+    _heads_first(values),
     kernel_lib.SegmentIds(q_segment_ids, kv_segment_ids),
   )
   # To the kernel padding is a segment like any other.
   is_padding = (q_segment_ids == 0)[:, :, None, None]
-  outputs = jnp.moveaxis(outputs, 1, 2)
+  outputs = jnp.moveaxis(outputs, 1, 2)[..., :size]
   return jnp.where(is_padding, jnp.zeros_like(outputs), outputs)
 
 
+def _heads_first(x: jax.Array) -> jax.Array:
+  """[B, L, H, d] -> [B, H, L, d + zeros to whole registers]."""
+  pad = -x.shape[-1] % _LANES
+  return jnp.pad(jnp.moveaxis(x, 2, 1), ((0, 0), (0, 0), (0, 0), (0, pad)))
+
+
 def _divisor(length: int, most: int) -> int:
-  """The largest multiple of `LANES` up to `most` that divides `length`."""
-  block = max(LANES, min(most, length) // LANES * LANES)
+  """The largest multiple of `_LANES` up to `most` that divides `length`."""
+  block = max(_LANES, min(most, length) // _LANES * _LANES)
   while length % block:
-    block -= LANES
+    block -= _LANES
   return block
 
 
