@@ -32,10 +32,6 @@ from tunix_reverb.replay.wire_client import wire_format
 _MAX_EXPANSION = 1024
 _MAX_JOINED_BYTES = 1 << 32
 
-# Layouts remembered; they differ little from item to item.
-_MAX_LAYOUTS = 1024
-_MAX_LAYOUT_BYTES = 1 << 14
-
 # A key so short could be found in other places of a layout as well.
 _MIN_KEY_BYTES = 5
 
@@ -119,18 +115,22 @@ class Splitter:
     """Reads a SampleEntry."""
     ended = False
     while start < stop:
-      tag = data[start]
-      size, start = wire_format.varint(data, start + 1)
+      tag, size = data[start], data[start + 1]
+      start += 2
+      if size >= 0x80:
+        size, start = wire_format.varint(data, start - 1)
       if tag == 0x18:
         ended = size != 0
         continue
       end = start + size
-      if end > stop or tag not in (0x0A, 0x12):
-        raise ValueError(f'an entry has a field of tag {tag} at byte {start}')
+      if end > stop:
+        raise ValueError(f'a field ends at byte {end} of {stop}')
       if tag == 0x12:
         self._chunks.append((data, start, end))
-      else:
+      elif tag == 0x0A:
         self._info = (data, start, end)
+      else:
+        raise ValueError(f'an entry has a field of tag {tag} at byte {start}')
       start = end
     if ended:
       items.append(EncodedItem(self._info, self._chunks))
@@ -167,6 +167,13 @@ class _Column(NamedTuple):
   squeeze: bool
 
 
+class _Layout(NamedTuple):
+  """A FlatTrajectory cut at its chunk's key, and its number of columns."""
+
+  pieces: list[bytes]
+  count: int
+
+
 class Decoder:
   """Decodes items; remembers the headers that they have in common.
 
@@ -188,7 +195,7 @@ class Decoder:
     self._dtypes = dtypes
     self._whole_arrays = whole_arrays
     self._tensors = tensors_lib.TensorReader()
-    self._layouts: dict[tuple[bytes, ...], int] = {}
+    self._layout = _Layout([], 0)  # The last one.
 
   def decode(self, item: EncodedItem) -> RawItem:
     """The item with its columns.
@@ -260,17 +267,13 @@ class Decoder:
     Items that differ in the chunk's key alone are read once.
     """
     encoded = trajectory.SerializeToString()
-    if len(key) < _MIN_KEY_BYTES or len(encoded) > _MAX_LAYOUT_BYTES:
-      return _count_whole(_read_layout(trajectory))
-    pieces = tuple(encoded.split(b'\x08' + key))
-    count = self._layouts.get(pieces)
-    if count is None:
-      count = _count_whole(_read_layout(trajectory))
-      if len(pieces) != 1 + count:
-        return count
-      if len(self._layouts) >= _MAX_LAYOUTS:
-        self._layouts.clear()
-      self._layouts[pieces] = count
+    key_field = b'\x08' + key
+    if key_field.join(self._layout.pieces) == encoded:
+      return self._layout.count
+    count = _count_whole(_read_layout(trajectory))
+    pieces = encoded.split(key_field)
+    if len(key) >= _MIN_KEY_BYTES and len(pieces) == 1 + count:
+      self._layout = _Layout(pieces, count)
     return count
 
 
