@@ -139,13 +139,13 @@ def test_close_from_another_thread_ends_a_wait_and_the_threads(serve, closing):
   assert sampler.sample(0.0) is None
 
 
+@pytest.mark.parametrize('window', [1, 8])
 def test_an_empty_table_renews_the_stream_and_nothing_is_lost(
-  serve, closing, monkeypatch
+  serve, closing, monkeypatch, window
 ):
-  """A window of one: a request for more can lose what comes as it times out."""
   monkeypatch.setattr(shard_lib, '_REQUEST_TIMEOUT_S', 0.02)
   server = serve(tables.TableConfig(max_items=64))
-  sampler = _sampler(closing, [server], max_in_flight=1)
+  sampler = _sampler(closing, [server], max_in_flight=window)
   streams = set()
   for i in range(40):
     _write(server, [i])

@@ -34,9 +34,8 @@ _MAX_SAMPLES_PER_REQUEST = 2**31 - 1
 # How long the news that a request has timed out may take to arrive.
 _GRACE_S = 1.0
 
-# A request that times out while it is half fulfilled loses what it has; one
-# for a single sample cannot. Up to this many are asked for one by one.
-_MAX_SINGLE_REQUESTS = 64
+# Samples that `pull` asks for one by one: none is lost as the time is over.
+_MAX_SINGLE = 64
 
 _MAX_POISON_KEYS = 1000
 
@@ -58,19 +57,27 @@ class SampleStream:
       request_serializer=protocol.SampleStreamRequest.SerializeToString,
     )(iter(self._requests.get, None))
 
-  def request(self, num_samples: int, timeout_s: float) -> None:
+  def request(
+    self, num_samples: int, timeout_s: float, *, max_single: int = 0
+  ) -> None:
     """Asks for more.
+
+    A request that times out while it is half fulfilled loses what it has; one
+    for a single sample cannot.
 
     Args:
       num_samples: 1 to 2^31 - 1.
       timeout_s: seconds that the limiter may keep this request waiting, from
         one sample to the next; at least a millisecond.
+      max_single: up to this many samples are asked for in as many requests.
     """
-    request = protocol.SampleStreamRequest(
-      table=self._table, num_samples=min(num_samples, _MAX_SAMPLES_PER_REQUEST)
-    )
+    count, size = 1, min(num_samples, _MAX_SAMPLES_PER_REQUEST)
+    if num_samples <= max_single:
+      count, size = num_samples, 1
+    request = protocol.SampleStreamRequest(table=self._table, num_samples=size)
     request.rate_limiter_timeout.milliseconds = max(1, int(1000 * timeout_s))
-    self._requests.put(request)
+    for _ in range(count):
+      self._requests.put(request)
 
   def read(self) -> list[decoder_lib.EncodedItem]:
     """Waits for the next response; the items that end in it.
@@ -203,11 +210,7 @@ class Puller:
         daemon=True,
         name=f'puller of {self._table} of {self._address}',
       ).start()
-    if count > _MAX_SINGLE_REQUESTS:
-      self._stream.request(count, timeout_s)
-    else:
-      for _ in range(count):
-        self._stream.request(1, timeout_s)
+    self._stream.request(count, timeout_s, max_single=_MAX_SINGLE)
 
   def _receive(self, timeout_s: float) -> list[decoder_lib.EncodedItem]:
     try:

@@ -25,6 +25,10 @@ _MAX_BACKOFF_S = 1.0
 # takes over. It bounds how long a table goes on to serve a reader that is gone.
 _REQUEST_TIMEOUT_S = 5.0
 
+# Lots of up to so many are asked for one by one: none of them is lost if it
+# comes in the very moment in which a request times out.
+_MAX_SINGLE = 8
+
 # Silence of a stream that owes items, or the news that there are none, after
 # which its connection is taken for dead. A large item may travel that long.
 _STALLED_S = 60.0
@@ -186,4 +190,4 @@ class Shard:
     if not self._owed:
       self._moved_at_s = time.monotonic()
     self._owed += room
-    self._stream.request(room, _REQUEST_TIMEOUT_S)
+    self._stream.request(room, _REQUEST_TIMEOUT_S, max_single=_MAX_SINGLE)
