@@ -16,7 +16,7 @@ from tunix_reverb.replay import tables
 from tunix_reverb.replay.wire_client import admin
 from tunix_reverb.replay.wire_client import insert_stream
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(360)]
 
 _ROLE = 'replay_server_0'
 
@@ -69,7 +69,9 @@ def test_a_server_with_admission_sweeps(start, port, tmp_path):
   size = lambda table: admin.info(address, 20.0)[table].current_size
 
   server = start('replay_server', *flags)
-  binaries.wait_until(lambda: f'serves on port {port}' in server.out, server)
+  binaries.wait_until(
+    lambda: f'serves on port {port}' in server.out, server, 120.0
+  )
   _insert(address, [_version(3), *_trajectory(1, 1), *_trajectory(2, 2)])
   # As a checkpoint takes it that comes between an item and its entry.
   _insert(address, _trajectory(3, 3)[1:])
