@@ -57,11 +57,6 @@ class ServerProcess:
     os.kill(self.pid, signal.SIGKILL)
     self.wait()
 
-  def stop(self, timeout_s: float) -> None:
-    """As `ReplayServer.stop`, for tests that do not care where it runs."""
-    del timeout_s
-    self.kill()
-
   def wait(self) -> int:
     for stream in (self._process.stdin, self._process.stdout):
       stream.close()
@@ -112,14 +107,81 @@ def start_server():
     server.stop(20.0)
 
 
-@pytest.fixture
-def serve(request):
-  """Starts servers for tests that need no more of them than an address.
+class _HostedServer:
+  """A replay server in the process of a `_ServerHost`."""
 
-  In this process; in the modern lane, which cannot serve, in the other one.
+  def __init__(self, host: _ServerHost, address: str, port: int):
+    self._host = host
+    self.address = address
+    self.port = port
+    self._stopped = False
+
+  def stop(self, timeout_s: float) -> None:
+    """As `ReplayServer.stop`."""
+    del timeout_s
+    if not self._stopped:
+      self._stopped = True
+      self._host.ask(stop=self.port)
+
+
+class _ServerHost:
+  """A process in which servers are started and stopped; see `server_host`."""
+
+  def __init__(self, python: str):
+    self._process = subprocess.Popen(
+      [python, str(_SERVER_MAIN.with_name('server_host.py'))],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.DEVNULL,
+      text=True,
+    )
+
+  def start(self, config: tables.TableConfig, port: int) -> _HostedServer:
+    answer = self.ask(start=dataclasses.asdict(config), port=port)
+    return _HostedServer(self, answer['address'], answer['port'])
+
+  def ask(self, **order) -> dict:
+    self._process.stdin.write(json.dumps(order) + '\n')
+    self._process.stdin.flush()
+    return json.loads(self._process.stdout.readline())
+
+  def close(self) -> None:
+    for stream in (self._process.stdin, self._process.stdout):
+      stream.close()
+    self._process.kill()
+    self._process.wait(30)
+
+
+@pytest.fixture(scope='session')
+def server_host(request):
+  """A process for the servers of `serve`; None if they can be in this one."""
+  if importlib.util.find_spec('reverb') is not None:
+    yield None
+    return
+  host = _ServerHost(request.getfixturevalue('server_python'))
+  yield host
+  host.close()
+
+
+@pytest.fixture
+def serve(request, server_host):
+  """Starts servers for tests that care not where, and stops them at the end.
+
+  In this process; in the modern lane, which cannot serve, in one of the other.
   """
-  here = importlib.util.find_spec('reverb') is not None
-  return request.getfixturevalue('start_server' if here else 'start_process')
+  if server_host is None:
+    yield request.getfixturevalue('start_server')
+    return
+  servers = []
+
+  def start(config=None, port=0):
+    config = config or tables.TableConfig(max_items=4)
+    servers.append(server_host.start(config, port))
+    return servers[-1]
+
+  yield start
+  for server in servers:
+    server.stop(20.0)
 
 
 @pytest.fixture(
