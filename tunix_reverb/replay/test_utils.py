@@ -310,6 +310,7 @@ class VariablesContract(abc.ABC):
         assert (variables.params['w'] == variables.policy_version).all()
         seen.append(variables.policy_version)
     assert seen == sorted(seen)
+    assert sink.confirmed_version == 29
     assert source.get_variables(29, 10.0).policy_version == 29
     assert source.get_variables(30, 0.1) is None
 

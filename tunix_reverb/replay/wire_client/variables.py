@@ -29,6 +29,9 @@ _TRANSFER_TIMEOUT_S = 120.0
 # The table holds an item, as `state` said, unless it was reset since.
 _EMPTY_TIMEOUT_MS = 1000
 
+# ValueError is what gRPC raises on a channel that `close` closed.
+_ERRORS = (connection.StatusError, ValueError)
+
 
 def make_sink(
   address: str, *, directory: pathlib.Path | None = None, **kwargs: Any
@@ -166,7 +169,3 @@ class _Transport(variable_exchange.Transport):
     return errors.ReplayUnavailableError(
       f'replay server {self._address} does not exchange variables: {text}'
     )
-
-
-# The last of them of a channel that `close` closed.
-_ERRORS = (connection.StatusError, ValueError)
