@@ -21,6 +21,7 @@ import time
 from typing import Any
 from typing import IO
 
+from launch import columns as columns_lib
 from launch import interpreters as interpreters_lib
 from launch import supervisor as supervisor_lib
 from launch import topology
@@ -125,6 +126,7 @@ def make_specs(
   ports: Sequence[int],
   *,
   interpreters: Mapping[str, Sequence[str]] | None = None,
+  columns_file: bool = False,
   replay_restore: str = 'auto',
 ) -> list[supervisor_lib.ProcessSpec]:
   """The table of processes of one run.
@@ -134,6 +136,8 @@ def make_specs(
     run_dir: of the run.
     ports: one per replay server.
     interpreters: by kind of role, how to start Python; None for this one.
+    columns_file: whether the servers ask the learner instead of the environment
+      for their columns.
     replay_restore: of the servers' first start; a restart always goes on from
       the latest checkpoint.
   """
@@ -150,10 +154,13 @@ def make_specs(
       *flags,
     ]
 
+  columns: list[str] = []
+  if columns_file:
+    columns.append(f'--columns_file={run_dir / columns_lib.FILE}')
   specs = []
   for i, port in enumerate(ports):
     restart = command(
-      metrics.REPLAY_SERVER, f'--server_index={i}', f'--port={port}'
+      metrics.REPLAY_SERVER, f'--server_index={i}', f'--port={port}', *columns
     )
     specs.append(
       supervisor_lib.ProcessSpec(

@@ -8,6 +8,7 @@ import time
 from absl import flags
 
 from launch import app
+from launch import columns
 from launch import shutdown
 from launch import topology
 from tunix_reverb import errors
@@ -34,6 +35,8 @@ def run_learner(context: app.RoleContext) -> int:
     flags.FLAGS.replay_servers, context.run_dir
   )
   agent = builder.make_agent_spec(config)
+  if context.run_dir is not None:
+    columns.write(context.run_dir, agent.columns)
   client = config.replay.replay_client
   with watchdog.waiting('learner waits for XLA to compile its updates'):
     parts = builder.make_learner_parts(config, agent)

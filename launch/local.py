@@ -18,11 +18,13 @@ import pathlib
 from absl import flags as absl_flags
 
 from launch import app
+from launch import columns
 from launch import experiment
 from launch import flags
 from launch import interpreters
 from launch import topology
 from tunix_reverb import errors
+from tunix_reverb.telemetry import metrics
 
 absl_flags.DEFINE_boolean(
   'resume',
@@ -63,6 +65,8 @@ def run_local(context: app.RoleContext) -> int:
     )
   ports = topology.pick_free_ports(config.replay.num_servers)
   topology.write(run_dir, [f'localhost:{port}' for port in ports])
+  # Of the part of the run before: its columns may have been others.
+  (run_dir / columns.FILE).unlink(missing_ok=True)
   with lock:
     status = experiment.Experiment(
       config=config,
@@ -72,6 +76,7 @@ def run_local(context: app.RoleContext) -> int:
         run_dir,
         ports,
         interpreters=commands,
+        columns_file=metrics.REPLAY_SERVER in named,
         replay_restore=flags.FLAGS.replay_restore,
       ),
       stop=context.stop,

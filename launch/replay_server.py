@@ -8,7 +8,9 @@ import time
 from absl import flags as absl_flags
 
 from launch import app
+from launch import columns as columns_lib
 from launch import flags
+from launch import shutdown
 
 absl_flags.DEFINE_integer(
   'server_index', 0, 'Number of this replay server (shard), from 0.'
@@ -16,6 +18,7 @@ absl_flags.DEFINE_integer(
 absl_flags.DEFINE_integer(
   'port', 0, 'TCP port to serve on; 0 picks a free one.'
 )
+columns_lib.define_flag()
 flags.define_replay_restore_flag()
 
 _REPORT_PERIOD_S = 1.0
@@ -32,7 +35,9 @@ def run_server(context: app.RoleContext) -> int:
   milestones = milestones_lib.Milestones(context.run_dir, context.role)
   milestones.mark('imported')
   config, run_dir = context.config, context.run_dir
-  columns = builder.make_agent_spec(config).columns
+  columns = columns_lib.find(context)
+  if columns is None:
+    return shutdown.stopped_status()
   server = clients.make_server(
     config=builder.make_table_config(config),
     columns=columns,

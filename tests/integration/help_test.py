@@ -26,7 +26,8 @@ _OWN_FLAGS = {
     'actor_python',
     'evaluator_python',
   },
-  'replay_server': _ROLE | {'server_index', 'port', 'replay_restore'},
+  'replay_server': _ROLE
+  | {'server_index', 'port', 'columns_file', 'replay_restore'},
 }
 
 

@@ -319,6 +319,10 @@ def test_each_kind_of_role_runs_on_its_interpreter(tmp_path):
     'evaluator': sys.executable,
   }
   assert specs[0].restart_command[0] == 'a'
+  assert not any('--columns_file' in part for part in specs[0].command)
+  (server, *_) = experiment.make_specs(config, tmp_path, [1], columns_file=True)
+  flag = f'--columns_file={tmp_path}/columns.json'
+  assert flag in server.command and flag in server.restart_command
 
 
 def test_a_replay_server_makes_progress_when_it_is_sampled_from():
