@@ -57,9 +57,7 @@ class SampleStream:
       request_serializer=protocol.SampleStreamRequest.SerializeToString,
     )(iter(self._requests.get, None))
 
-  def request(
-    self, num_samples: int, timeout_s: float, *, max_single: int = 0
-  ) -> None:
+  def request(self, num_samples: int, timeout_s: float) -> None:
     """Asks for more.
 
     A request that times out while it is half fulfilled loses what it has; one
@@ -69,15 +67,12 @@ class SampleStream:
       num_samples: 1 to 2^31 - 1.
       timeout_s: seconds that the limiter may keep this request waiting, from
         one sample to the next; at least a millisecond.
-      max_single: up to this many samples are asked for in as many requests.
     """
-    count, size = 1, min(num_samples, _MAX_SAMPLES_PER_REQUEST)
-    if num_samples <= max_single:
-      count, size = num_samples, 1
-    request = protocol.SampleStreamRequest(table=self._table, num_samples=size)
+    request = protocol.SampleStreamRequest(
+      table=self._table, num_samples=min(num_samples, _MAX_SAMPLES_PER_REQUEST)
+    )
     request.rate_limiter_timeout.milliseconds = max(1, int(1000 * timeout_s))
-    for _ in range(count):
-      self._requests.put(request)
+    self._requests.put(request)
 
   def read(self) -> list[decoder_lib.EncodedItem]:
     """Waits for the next response; the items that end in it.
@@ -210,7 +205,11 @@ class Puller:
         daemon=True,
         name=f'puller of {self._table} of {self._address}',
       ).start()
-    self._stream.request(count, timeout_s, max_single=_MAX_SINGLE)
+    if count > _MAX_SINGLE:
+      self._stream.request(count, timeout_s)
+    else:
+      for _ in range(count):
+        self._stream.request(1, timeout_s)
 
   def _receive(self, timeout_s: float) -> list[decoder_lib.EncodedItem]:
     try:

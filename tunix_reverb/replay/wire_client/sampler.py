@@ -30,10 +30,9 @@ class WireItemSampler(core.ItemSampler):
   items are out of the table and not yet returned by `sample`, wherever they
   are; in queue mode these are lost when the process ends, and they age
   meanwhile. New ones are asked for in lots of half the window. For up to five
-  seconds after the end of a sampler that was waiting, the table goes on to
-  give out what it asked for: the same number bounds what is lost then. Above a
-  `max_in_flight` of 8, an item that comes after five seconds without any, at
-  that very moment, can be lost as well.
+  seconds after the end of a sampler the table goes on to give out what that had
+  asked for: the same number bounds what is lost then. While it runs, an item
+  can be lost that comes exactly five seconds after the one before.
 
   A server that does not answer is logged and reconnected to, and the others go
   on. One that restarts from a checkpoint delivers again what was sampled since

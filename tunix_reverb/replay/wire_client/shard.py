@@ -25,10 +25,6 @@ _MAX_BACKOFF_S = 1.0
 # takes over. It bounds how long a table goes on to serve a reader that is gone.
 _REQUEST_TIMEOUT_S = 5.0
 
-# Lots of up to so many are asked for one by one: none of them is lost if it
-# comes in the very moment in which a request times out.
-_MAX_SINGLE = 8
-
 # Silence of a stream that owes items, or the news that there are none, after
 # which its connection is taken for dead. A large item may travel that long.
 _STALLED_S = 60.0
@@ -66,6 +62,7 @@ class Shard:
       collections.deque()
     )
     self._owed = 0  # Asked for and not received.
+    self._idle = True  # No item has come since the stream began.
     self._moved_at_s = time.monotonic()
     self._samples_once = False
     self._recent = recent_keys.RecentKeys(_MAX_RECENT_KEYS)
@@ -162,6 +159,7 @@ class Shard:
     try:
       with self._ready:
         self._stream = stream
+        self._idle = True
         self._ask()
       while not self._closed:
         self._receive(stream.read())
@@ -181,13 +179,24 @@ class Shard:
       self._owed -= len(items)
       self._items.extend(items)
       self._ready.notify(len(items))
+      if self._idle:
+        self._idle = False
+        self._ask()
 
   def _ask(self) -> None:
-    """Asks for as many as the window has room for, if that is half of it."""
+    """Asks for as many as the window has room for, if that is half of it.
+
+    A request that times out loses what comes in that very moment if it is for
+    several items; so one that may well wait for long is for a single one.
+    """
     room = self._window - self._owed - len(self._items)
-    if self._stream is None or room < (self._window + 1) // 2:
+    if self._idle:
+      room = min(room, 1 - self._owed)
+    elif room < (self._window + 1) // 2:
+      room = 0
+    if self._stream is None or room <= 0:
       return
     if not self._owed:
       self._moved_at_s = time.monotonic()
     self._owed += room
-    self._stream.request(room, _REQUEST_TIMEOUT_S, max_single=_MAX_SINGLE)
+    self._stream.request(room, _REQUEST_TIMEOUT_S)
