@@ -256,6 +256,7 @@ def describe_columns(environment_spec: specs_lib.EnvironmentSpec) -> list[str]:
     'actor_id',
     'episode_id',
     'truncated',
+    'permit_id',
   }
   totals: collections.Counter[str] = collections.Counter()
   lines = []
