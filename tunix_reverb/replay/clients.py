@@ -229,7 +229,14 @@ def served_version(
   Raises:
     errors.ReplayUnavailableError: the server does not answer.
   """
-  state = limiter_state(address, _ANSWER_TIMEOUT_S, client=client)
+  if stop.is_set():
+    return 0
+  try:
+    state = limiter_state(address, _ANSWER_TIMEOUT_S, client=client)
+  except errors.ReplayUnavailableError:
+    if stop.is_set():
+      return 0
+    raise
   if not state[tables.VARIABLES].current_size:
     return 0
   source = make_variable_source(address, client=client)
