@@ -31,7 +31,7 @@ PACKAGE_FILES = setup.py pyproject.toml LICENSE $(wildcard README.md) \
   $$(find tunix_reverb launch -name '*.py' -o -name py.typed -o -name '*.proto' \
   -o -name '*.binpb' | LC_ALL=C sort)
 
-.PHONY: help venv train environments modern train-modern test test-modern lint \
+.PHONY: help venv train environments modern train-modern test test-slow test-modern lint \
   format lock protocol wheel benchmark clean FORCE
 
 help:  ## show this list
@@ -59,6 +59,10 @@ test: lint $(VENV)/.wheel  ## lint, type check and run every test on the wheel
 	@echo '== pytest, on the installed wheel'
 	@env -u PYTHONPATH TUNIX_REVERB_TEST_WHEEL=1 \
 	  $(BIN)/pytest $(PYTEST_FLAGS)
+
+test-slow: $(VENV)/.dev $(VENV)/.wheel  ## the tests that take minutes: faults, sweeps, admission, meshes
+	@env -u PYTHONPATH TUNIX_REVERB_TEST_WHEEL=1 \
+	  $(BIN)/pytest -m slow $(PYTEST_FLAGS)
 
 test-modern: venv $(MODERN)/.modern-dev $(MODERN)/.wheel  ## every test that needs no dm-reverb, on the newest JAX
 	@echo "== pytest on $$($(MODERN_BIN)/python --version), the installed wheel"

@@ -22,6 +22,7 @@ from tunix_reverb.sharding import mesh as mesh_lib
 from tunix_reverb.telemetry import summary as summary_lib
 
 pytestmark = [
+  pytest.mark.slow,
   pytest.mark.replay,
   pytest.mark.standard_dtype_promotion,
   pytest.mark.timeout(240),

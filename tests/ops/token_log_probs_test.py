@@ -8,6 +8,8 @@ import pytest
 from tunix_reverb.ops import token_log_probs
 from tunix_reverb.sharding import mesh as mesh_lib
 
+pytestmark = pytest.mark.slow
+
 _VOCABULARY, _FEATURES = 24, 6
 _P = mesh_lib.PartitionSpec
 

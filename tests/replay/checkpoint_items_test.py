@@ -21,6 +21,8 @@ from tunix_reverb.replay.wire_client import admin
 from tunix_reverb.replay.wire_client import insert_stream
 from tunix_reverb.staleness import bound as bound_lib
 
+pytestmark = pytest.mark.slow
+
 _BOUND = bound_lib.StalenessBound(max_policy_lag=2, max_age_s=1000.0)
 
 

@@ -15,7 +15,7 @@ from tunix_reverb.replay import clients
 from tunix_reverb.replay import tables
 from tunix_reverb.replay import test_utils
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 def _wait_until_confirmed(writer):

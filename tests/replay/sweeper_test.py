@@ -1,5 +1,6 @@
 """What is too old leaves the table, whatever happens to the sweeper."""
 
+import itertools
 import threading
 import time
 
@@ -18,7 +19,7 @@ from tunix_reverb.replay.wire_client import admin
 from tunix_reverb.replay.wire_client import insert_stream
 from tunix_reverb.staleness import bound as bound_lib
 
-pytestmark = [pytest.mark.replay, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.replay, pytest.mark.timeout(120)]
 
 _BOUND = bound_lib.StalenessBound(max_policy_lag=2, max_age_s=1000.0)
 _MODES = ('queue', 'replay')
@@ -232,16 +233,22 @@ class _Crash(Exception):
   pass
 
 
-def _crashing(method, when):
-  """A sweeper that dies before or after the first call of `method`."""
+def _crashing(method, when, number=1):
+  """A sweeper that dies before or after a call of `method` with work to do."""
+  numbers = itertools.count(1)
 
   class CrashingSweeper(sweeper_lib.Sweeper):
     pass
 
   def crash(self, *args, **kwargs):
-    if when == 'after':
-      getattr(sweeper_lib.Sweeper, method)(self, *args, **kwargs)
-    raise _Crash(method)
+    has_work = method != '_delete' or len(args[1])
+    dies = has_work and next(numbers) == number
+    if dies and when == 'before':
+      raise _Crash(method)
+    result = getattr(sweeper_lib.Sweeper, method)(self, *args, **kwargs)
+    if dies:
+      raise _Crash(method)
+    return result
 
   setattr(CrashingSweeper, method, crash)
   return CrashingSweeper
@@ -250,24 +257,28 @@ def _crashing(method, when):
 @pytest.mark.parametrize('mode', _MODES)
 @pytest.mark.parametrize('when', ['before', 'after'])
 @pytest.mark.parametrize(
-  'method',
+  ('method', 'number'),
   [
-    '_take_announcements',
-    '_read_index',
-    '_insert_into_index',
-    '_lay_together',
-    '_delete',
-    '_num_deleted',
-    '_tell',
-    '_forget',
+    ('_take_announcements', 1),
+    ('_read_index', 1),
+    ('_insert_into_index', 1),
+    ('_lay_together', 1),
+    ('_delete', 1),
+    ('_delete', 2),
+    ('_delete', 3),
+    ('_num_deleted', 2),
+    ('_tell', 1),
+    ('_forget', 1),
   ],
 )
-def test_a_sweeper_that_dies_forgets_nothing(serve, sweep, method, when, mode):
+def test_a_sweeper_that_dies_forgets_nothing(
+  serve, sweep, method, number, when, mode
+):
   rig = serve(mode)
   written = _trajectories(*[1] * 300, *[5] * 20)
   rig.write(written)
   rig.publish(5)
-  dying = sweep(rig, _crashing(method, when))
+  dying = sweep(rig, _crashing(method, when, number))
   with pytest.raises(_Crash):
     dying.sweep()
   dying.close()
@@ -283,16 +294,20 @@ def test_a_sweeper_that_dies_forgets_nothing(serve, sweep, method, when, mode):
   assert {r.key for r in rig.removals()} == fresh
 
 
-@pytest.mark.parametrize('method', ['_delete', '_num_deleted', '_tell'])
-def test_a_sweep_that_fails_is_made_up_for_by_the_next(serve, sweep, method):
+@pytest.mark.parametrize(
+  ('method', 'number'), [('_delete', 1), ('_num_deleted', 2), ('_tell', 1)]
+)
+@pytest.mark.parametrize('when', ['before', 'after'])
+def test_a_sweep_that_fails_is_made_up_for_by_the_next(
+  serve, sweep, method, number, when
+):
   rig = serve('queue')
   written = _trajectories(1, 1)
   rig.write(written)
   rig.publish(9)
-  sweeper = sweep(rig, _crashing(method, 'after'))
+  sweeper = sweep(rig, _crashing(method, when, number))
   with pytest.raises(_Crash):
     sweeper.sweep()
-  sweeper.__class__ = sweeper_lib.Sweeper
   sweeper.sweep()
   assert {r.key for r in rig.removals()} == _keys(written)
   assert rig.size(tables.TRAJECTORIES) == rig.size(tables.INDEX) == 0

@@ -13,6 +13,8 @@ from tunix_reverb.sharding import gradients as gradients_lib
 from tunix_reverb.sharding import mesh as mesh_lib
 from tunix_reverb.sharding import shards
 
+pytestmark = pytest.mark.slow
+
 _P = mesh_lib.PartitionSpec
 # One param whose rows are split and gathered, one that is split over tensor
 # and stays so, one that is whole.

@@ -3,9 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from tunix_reverb.sharding import mesh as mesh_lib
 from tunix_reverb.sharding import shards
+
+pytestmark = pytest.mark.slow
 
 _P = mesh_lib.PartitionSpec
 _SPECS = {'a': _P(mesh_lib.PARAM_AXES, mesh_lib.TENSOR), 'b': _P()}

@@ -18,6 +18,8 @@ from tunix_reverb.networks.transformer import params as params_lib
 from tunix_reverb.networks.transformer import presets
 from tunix_reverb.sharding import mesh as mesh_lib
 
+pytestmark = pytest.mark.slow
+
 _CONFIG = oracle.ALL_OPTIONS
 _F32 = oracle.F32
 _ONE_DEVICE = (1, 1, 1, 1)
