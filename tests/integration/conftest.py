@@ -26,8 +26,6 @@ def _command(name, flags, server_python) -> list[str]:
     return command
   if name == 'replay_server':
     return [server_python(), *command[1:]]
-  if not any(flag.startswith('--replay_client=') for flag in flags):
-    command.append('--replay_client=wire')
   if name == 'local':
     command.append(f'--replay_server_python={server_python()}')
   return command
