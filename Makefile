@@ -64,11 +64,16 @@ test-slow: $(VENV)/.dev $(VENV)/.wheel  ## the tests that take minutes: faults, 
 	@env -u PYTHONPATH TUNIX_REVERB_TEST_WHEEL=1 \
 	  $(BIN)/pytest -m slow $(PYTEST_FLAGS)
 
-test-modern: venv $(MODERN)/.modern-dev $(MODERN)/.wheel  ## every test that needs no dm-reverb, on the newest JAX
+test-modern: venv $(MODERN)/.modern-dev $(MODERN)/.wheel  ## every test that needs no dm-reverb, on the newest JAX, and a mixed run
+	@echo '== a run on Catch in which the replay server alone has dm-reverb'
+	@directory=$$(mktemp -d); trap 'rm -rf "$$directory"' EXIT; \
+	  $(MODERN_BIN)/python -P -m launch.local --environment=catch \
+	  --solved_return=0.95 --max_run_s=300 --run_dir="$$directory/run" \
+	  --replay_server_python=$(BIN)/python
 	@echo "== pytest on $$($(MODERN_BIN)/python --version), the installed wheel"
 	@env -u PYTHONPATH TUNIX_REVERB_TEST_WHEEL=1 \
 	  TUNIX_REVERB_SERVER_PYTHON='$(CURDIR)/$(BIN)/python' \
-	  $(MODERN_BIN)/pytest $(PYTEST_FLAGS)
+	  $(MODERN_BIN)/pytest --ignore=tests/integration $(PYTEST_FLAGS)
 
 lint: $(VENV)/.dev  ## ruff, import-linter and mypy
 	@echo '== ruff, import-linter, mypy'
