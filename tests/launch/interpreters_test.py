@@ -66,8 +66,9 @@ def test_what_does_not_run_is_refused(
 ):
   monkeypatch.setattr(interpreters, '_PROBE_TIMEOUT_S', 1.0)
   python = make_python(name, script=script) if script else name
+  named = dict.fromkeys(interpreters.ROLES, make_python('reverb', reverb=True))
   with pytest.raises(errors.UserError) as raised:
-    interpreters.resolve({'actor': python}, replay_client='wire')
+    interpreters.resolve({**named, 'actor': python}, replay_client='wire')
   message = str(raised.value)
   assert words in message and '\n' not in message
   assert f'actor_python ({python!r}) must be a Python interpreter' in message
