@@ -374,33 +374,3 @@ def test_close_does_not_wait_for_a_hanging_environment(mode, monkeypatch):
   environment.close()
   assert time.monotonic() - start < 5.0
   gate.set()
-
-
-def test_the_cost_on_top_of_stepping_is_small():
-  """CPU time per environment step, beside that of stepping Catch bare.
-
-  The bound is loose for a busy machine; see benchmarks for the figures.
-  """
-  num, num_recvs = 32, 300
-  environment = factory.make_vector('catch', num_environments=num, seed=0)
-  bare = catch.Catch(seed=0)
-  action = np.ones(num, np.int32)
-
-  def vectorised():
-    for _ in range(num_recvs):
-      ids, _ = environment.recv(1.0)
-      environment.send(action, ids)
-
-  def stepping():
-    for _ in range(num * num_recvs):
-      bare.step(1)
-
-  def best_us(function):
-    times = []
-    for _ in range(5):
-      start = time.process_time()
-      function()
-      times.append(time.process_time() - start)
-    return min(times) / (num * num_recvs) * 1e6
-
-  assert best_us(vectorised) - best_us(stepping) < 4.0
