@@ -26,6 +26,9 @@ MODERN := .venv-modern
 MODERN_BIN := $(MODERN)/bin
 MODERN_LOCKS := modern modern-dev
 CODE := tunix_reverb launch benchmarks examples tests setup.py
+ON_WHEEL := env -u PYTHONPATH TUNIX_REVERB_TEST_WHEEL=1
+ON_MODERN_WHEEL := $(ON_WHEEL) TUNIX_REVERB_SERVER_PYTHON='$(CURDIR)/$(BIN)/python'
+SIDE_BY_SIDE := --numprocesses=logical --maxprocesses=4 --dist=worksteal
 PIP := -m pip --disable-pip-version-check --no-input
 PACKAGE_FILES = setup.py pyproject.toml LICENSE $(wildcard README.md) \
   $$(find tunix_reverb launch -name '*.py' -o -name py.typed -o -name '*.proto' \
@@ -55,14 +58,18 @@ train-modern: venv modern  ## the same run; only the replay server is in .venv
 
 # -P and the bare pytest keep the checkout off sys.path: the installed wheel is
 # what the tests import. Pytest comes last, so that its summary ends the output.
+# Runs of whole binaries come one after another, as each keeps every core busy;
+# the rest goes side by side. Flags that select none of a part are no failure (5).
 test: lint $(VENV)/.wheel  ## lint, type check and run every test on the wheel
-	@echo '== pytest, on the installed wheel'
-	@env -u PYTHONPATH TUNIX_REVERB_TEST_WHEEL=1 \
-	  $(BIN)/pytest $(PYTEST_FLAGS)
+	@echo '== pytest, on the installed wheel: the binaries'
+	@$(ON_WHEEL) $(BIN)/pytest -m 'integration and not slow' $(PYTEST_FLAGS) \
+	  || (( $$? == 5 ))
+	@echo '== pytest, on the installed wheel: all else'
+	@$(ON_WHEEL) $(BIN)/pytest $(SIDE_BY_SIDE) -m 'not integration and not slow' \
+	  $(PYTEST_FLAGS) || (( $$? == 5 ))
 
 test-slow: $(VENV)/.dev $(VENV)/.wheel  ## the tests that take minutes: faults, sweeps, admission, meshes
-	@env -u PYTHONPATH TUNIX_REVERB_TEST_WHEEL=1 \
-	  $(BIN)/pytest -m slow $(PYTEST_FLAGS)
+	@$(ON_WHEEL) $(BIN)/pytest -m slow $(PYTEST_FLAGS)
 
 test-modern: venv $(MODERN)/.modern-dev $(MODERN)/.wheel  ## every test that needs no dm-reverb, on the newest JAX, and a mixed run
 	@echo '== a run on Catch in which the replay server alone has dm-reverb'
@@ -71,9 +78,10 @@ test-modern: venv $(MODERN)/.modern-dev $(MODERN)/.wheel  ## every test that nee
 	  --solved_return=0.95 --max_run_s=300 --run_dir="$$directory/run" \
 	  --replay_server_python=$(BIN)/python
 	@echo "== pytest on $$($(MODERN_BIN)/python --version), the installed wheel"
-	@env -u PYTHONPATH TUNIX_REVERB_TEST_WHEEL=1 \
-	  TUNIX_REVERB_SERVER_PYTHON='$(CURDIR)/$(BIN)/python' \
-	  $(MODERN_BIN)/pytest --ignore=tests/integration $(PYTEST_FLAGS)
+	@$(ON_MODERN_WHEEL) $(MODERN_BIN)/pytest -m 'integration and not slow' \
+	  --ignore=tests/integration $(PYTEST_FLAGS) || (( $$? == 5 ))
+	@$(ON_MODERN_WHEEL) $(MODERN_BIN)/pytest $(SIDE_BY_SIDE) \
+	  -m 'not integration and not slow' $(PYTEST_FLAGS) || (( $$? == 5 ))
 
 lint: $(VENV)/.dev  ## ruff, import-linter and mypy
 	@echo '== ruff, import-linter, mypy'

@@ -71,6 +71,7 @@ _EXTRAS = {
     'psutil',
     'pytest>=9',
     'pytest-timeout',
+    'pytest-xdist',
     'rlax',
     'ruff',
   ],
