@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import sweeper_rig
 
+from tunix_reverb import errors
 from tunix_reverb.replay import checkpoint_items
 from tunix_reverb.replay import checkpoints
 from tunix_reverb.replay import clients
@@ -190,6 +191,31 @@ def test_the_next_checkpoint_has_them_indexed(run, number):
   with_index = served.sweeper()
   with_index.sweep()
   assert with_index.metrics()['sweep_entries'] == number
+
+
+@pytest.mark.replay
+@pytest.mark.timeout(120)
+def test_a_sweep_that_fails_amid_them_is_made_up_for(run, monkeypatch):
+  served = run()
+  served.rig.write(_trajectories(1, 1, 1), index=False, announce=False)
+  served.restart(_checkpoint_and_stop)
+  monkeypatch.setattr(sweeper_lib, '_ENTRIES_PER_ITEM', 1)
+  sweeper = served.sweeper(restored=served.restored_items())
+  inserts = iter([None, errors.DeadlineExceededError('x'), None, None])
+  insert = sweeper._insert_into_index
+
+  def fail_once(entries_):
+    failure = next(inserts)
+    if failure is not None:
+      raise failure
+    return insert(entries_)
+
+  monkeypatch.setattr(sweeper, '_insert_into_index', fail_once)
+  with pytest.raises(errors.DeadlineExceededError):
+    sweeper.sweep()
+  sweeper.sweep()
+  assert sweeper.metrics()['sweep_entries'] == 3
+  assert served.rig.size(tables.INDEX) == 3
 
 
 @pytest.mark.replay

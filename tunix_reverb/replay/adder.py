@@ -25,6 +25,7 @@ import numpy as np
 import tree
 
 from tunix_reverb import core
+from tunix_reverb import specs
 from tunix_reverb import types
 
 _TRANSITION_COLUMNS = (
@@ -34,6 +35,8 @@ _TRANSITION_COLUMNS = (
   'behaviour_log_prob',
   'policy_version',
 )
+# Of agents with turns, whose environments also say what counts in the loss.
+_TURN_COLUMNS = ('loss_mask', 'turn_id')
 
 
 class TrajectoryAdder(core.VectorAdder):
@@ -72,7 +75,6 @@ class TrajectoryAdder(core.VectorAdder):
         False the item is given up.
       clock: wall-clock seconds.
     """
-    self._columns = columns
     self._full = np.int64(trajectory_length)
     self._writer = writer
     self._item_age_s = item_age_s
@@ -102,21 +104,28 @@ class TrajectoryAdder(core.VectorAdder):
     core_state: types.Nest = (),
   ) -> None:
     """See base class."""
+    transitions = (
+      action,
+      timestep.reward,
+      timestep.discount,
+      behaviour_log_prob,
+      policy_version,
+    )
+    self._add(environment_ids, transitions, timestep, core_state)
+
+  def _add(
+    self,
+    environment_ids: np.ndarray,
+    transitions: Sequence[np.ndarray],
+    timestep: dm_env.TimeStep,
+    core_state: types.Nest = (),
+  ) -> None:
+    """Adds `timestep` and the columns of the transition that led to it."""
     now_s = self._clock()
     if self._steps_since_sent > self._slack:
       self.flush()
     self._steps_since_sent += 1
-    size = self._ring.append(
-      environment_ids,
-      (
-        action,
-        timestep.reward,
-        timestep.discount,
-        behaviour_log_prob,
-        policy_version,
-      ),
-      timestep.observation,
-    )
+    size = self._ring.append(environment_ids, transitions, timestep.observation)
     # Most steps neither start nor end a trajectory; a size of 0 would be one
     # that has just been started.
     full, count = size == self._full, environment_ids.size
@@ -210,8 +219,7 @@ class TrajectoryAdder(core.VectorAdder):
     for part in ended.split(self._max_item_transitions):
       self._send(self._ring.take(part))
 
-  def _send(self, leaves: list[np.ndarray]) -> None:
-    item = tree.unflatten_as(self._columns, leaves)
+  def _send(self, item: types.Trajectories) -> None:
     while not self._writer.write(item):
       if not self._keep_waiting():
         self.given_up_total += item.lengths.size
@@ -285,6 +293,10 @@ class _Ring:
   ):
     block = lambda spec: np.zeros((slots, num, *spec.shape[1:]), spec.dtype)
     self.episode_id = np.zeros(num, np.int64)
+    self._columns = columns
+    self._names = _TRANSITION_COLUMNS
+    if isinstance(columns.turn_id, specs.ColumnSpec):
+      self._names += _TURN_COLUMNS
     self._slots = slots
     self._actor_id = actor_id
     self._size = np.full(num, _CLOSED, np.int64)
@@ -293,9 +305,7 @@ class _Ring:
     self._created_at_s = np.zeros(num)
     self._permit_id = np.zeros(num, np.int64)
     self._observation = [block(s) for s in tree.flatten(columns.observation)]
-    self._transitions = [
-      block(getattr(columns, name)) for name in _TRANSITION_COLUMNS
-    ]
+    self._transitions = [block(getattr(columns, n)) for n in self._names]
     self._core_state = [
       np.zeros((num, *spec.shape[1:]), spec.dtype)
       for spec in tree.flatten(columns.core_state)
@@ -391,24 +401,27 @@ class _Ring:
       *(state[ids] for state in self._core_state),
     )
 
-  def take(self, part: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Copies trajectories out: the leaves of a `Trajectories`, in order."""
+  def take(self, part: Sequence[np.ndarray]) -> types.Trajectories:
+    """Copies trajectories out."""
     ids, start, lengths, *per_trajectory = part
     created_at_s, episode_id, truncated, permit_id, *core = per_trajectory
     at = self._positions(ids, start, lengths)
     at_timesteps = self._positions(ids, start, lengths + 1)
-    return [
-      *(block[at_timesteps] for block in self._observation),
-      *(block[at] for block in self._transitions),
-      np.ones(int(lengths.sum()), np.bool_),
-      *core,
-      lengths.astype(np.int32),
-      created_at_s,
-      np.full(ids.size, self._actor_id, np.int32),
-      episode_id,
-      truncated,
-      permit_id,
-    ]
+    whole = {'loss_mask': np.ones(int(lengths.sum()), np.bool_)}
+    columns = self._columns
+    return types.Trajectories(
+      observation=tree.unflatten_as(
+        columns.observation, [b[at_timesteps] for b in self._observation]
+      ),
+      core_state=tree.unflatten_as(columns.core_state, core),
+      lengths=lengths.astype(np.int32),
+      created_at_s=created_at_s,
+      actor_id=np.full(ids.size, self._actor_id, np.int32),
+      episode_id=episode_id,
+      truncated=truncated,
+      permit_id=permit_id,
+      **whole | {n: b[at] for n, b in zip(self._names, self._transitions)},
+    )
 
   def _positions(
     self, ids: np.ndarray, start: np.ndarray, count: np.ndarray

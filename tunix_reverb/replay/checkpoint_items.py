@@ -61,7 +61,7 @@ class CheckpointItems:
   def missing_entries(self, known: Container[int]) -> list[entries.Entry]:
     """Entries of all trajectories but the `known` ones.
 
-    Reads chunks only if there are any. To be called once.
+    Reads chunks only if there are any.
 
     Args:
       known: keys of items that are not asked for.
@@ -141,6 +141,7 @@ def _records(file: BinaryIO) -> Iterator[bytes]:
 
   Checksums of single records are not looked at: zlib has one of the whole.
   """
+  file.seek(0)
   pending = bytearray()
   for block in _inflate(file):
     pending += block

@@ -174,6 +174,7 @@ def inconsistency(item: types.Trajectories) -> str | None:
     'behaviour_log_prob': s,
     'policy_version': s,
     'loss_mask': s,
+    'turn_id': s,
   }  # pyformat: skip
   for name, size in expected.items():
     for leaf in tree.flatten(getattr(item, name)):

@@ -105,7 +105,7 @@ class IndexReader:
     if sampled:
       raw = sampled[0]
       return IndexItem(raw.key, decode(raw.columns)), raw.priority
-    if poison:
+    if poison and poison[-1] is not None:
       # Its priority is unknown; whoever reads removes it.
       return IndexItem(poison[-1], []), 0.0
     raise errors.DeadlineExceededError(

@@ -217,14 +217,18 @@ class Sweeper:
       count = min(number, _ITEMS_PER_CALL)
       number -= count
       self._announcements.poison.clear()
-      items = self._announcements.pull(count, _CALL_TIMEOUT_S)
-      poison = list(self._announcements.poison)
+      try:
+        items = self._announcements.pull(count, _CALL_TIMEOUT_S)
+      except _UNAVAILABLE:
+        self._index.begin(self._known.holders)
+        raise
+      poison = [key for key in self._announcements.poison if key is not None]
       held = [(i.key, index_reader.decode(i.columns)) for i in items]
       self._known.add(held, now_s=now_s)
       self._index.see(key for key, _ in held)
       self._drop_unreadable(poison + [key for key, found in held if not found])
       if len(items) + len(self._announcements.poison) < count:
-        # Taken and lost on the way, perhaps; the index has them all.
+        # Taken, and lost on the way; the index has them all.
         self._index.begin(self._known.holders)
         return
 
@@ -340,7 +344,8 @@ class Sweeper:
   def _forget(self, mask: np.ndarray) -> None:
     """Nothing is left to do for those of `mask`, bool [N]."""
     if mask.any():
-      # Their own items, too, which may have come after `_lay_together`.
+      # Their own items, too, which may have come after `_lay_together`. If this
+      # fails, the index has more than is known, and is read again.
       keys = self._known.keys[mask].tolist()
       self._delete(tables.INDEX, self._known.discard(mask) + keys)
 
