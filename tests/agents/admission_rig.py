@@ -80,6 +80,34 @@ class _HeavyTailed(_Episodes):
     return SLOW_LENGTH, _SLOW_FACTOR * fast_s / SLOW_LENGTH
 
 
+# The version of the learner of the newest run.
+_learner_version = lambda: 0
+
+
+class _Overtaken(_HeavyTailed):
+  """As many long episodes, slow by the learner's clock instead of the wall's.
+
+  Each of their steps lasts until eight versions more are published, on a busy
+  machine as on an idle one, or a second.
+  """
+
+  def draw(self):
+    length, _ = super().draw()
+    return length, 0.0 if length == SLOW_LENGTH else _FAST_STEP_S
+
+  def step(self, action):
+    if not self._step_s:
+      version, until_s = _learner_version() + 8, time.monotonic() + 1.0
+      while _learner_version() < version and time.monotonic() < until_s:
+        time.sleep(0.002)
+    return super().step(action)
+
+
+def make_overtaken(*, seed):
+  """For `module:factory`."""
+  return _Overtaken(seed)
+
+
 def make_episodes(*, seed):
   """For `module:factory`."""
   return _Episodes(seed)
@@ -250,6 +278,8 @@ class Run:
       permit_table=self._table,
     )
     learner = self.session.learner
+    global _learner_version
+    _learner_version = lambda: learner.policy_version
     learner._batches = self._record(learner._batches)
 
   def _record(self, batches):
