@@ -81,6 +81,28 @@ def test_matches_rlax_on_one_segment():
   np.testing.assert_allclose(sums.value, row['values'][:-1].sum(), rtol=1e-5)
 
 
+def test_statistics_of_ratios():
+  mask = np.ones(12, bool)
+  mask[4] = False
+  row = _row(loss_mask=mask)
+  sums = _sums(row, c_bar=0.7)
+  counted = np.delete(np.arange(11), 4)
+  rho = np.exp(row['log_probs'] - row['behaviour_log_probs'])[counted]
+  np.testing.assert_allclose(sums.log_rho, np.log(rho).sum(), rtol=1e-5)
+  np.testing.assert_allclose(sums.c, np.minimum(0.7, rho).sum(), rtol=1e-5)
+  assert int(sums.c_clipped) == np.sum(rho > 0.7)
+
+
+def test_a_batch_is_the_sum_of_its_rows():
+  rows = [_row(seed=seed) for seed in range(3)]
+  batch = {k: np.stack([r[k] for r in rows]) for k in rows[0]}
+  parts = [_sums(r) for r in rows]
+  for name, total in _sums(batch)._asdict().items():
+    np.testing.assert_allclose(
+      total, sum(float(getattr(p, name)) for p in parts), rtol=1e-5
+    )
+
+
 def test_gradients_flow_where_they_should():
   row = {k: jnp.asarray(v) for k, v in _row().items()}
 
@@ -93,7 +115,7 @@ def test_gradients_flow_where_they_should():
   assert not zero(pg['log_probs']) and zero(pg['values'])
   baseline = gradient('baseline_loss')
   assert zero(baseline['log_probs']) and not zero(baseline['values'])
-  for field in ('rho', 'rho_squared', 'value', 'num_transitions'):
+  for field in ('rho', 'rho_squared', 'log_rho', 'c', 'value'):
     assert all(zero(g) for g in gradient(field).values()), field
 
 
@@ -131,7 +153,7 @@ def test_masked_garbage_changes_nothing():
 
 def test_padding_contributes_nothing():
   row = _row(segment_ids=np.zeros(12, np.int32))
-  np.testing.assert_array_equal(_sums(row), np.zeros(8))
+  np.testing.assert_array_equal(_sums(row), np.zeros(11))
 
 
 def test_rewards_are_clipped_then_scaled():

@@ -1,4 +1,4 @@
-"""V-trace against a slow float64 oracle, rlax, and itself in pieces."""
+"""V-trace against slow float64 oracles, rlax, and itself in pieces."""
 
 import functools
 
@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import rlax
 
+from tunix_reverb.ops import recurrence
 from tunix_reverb.ops import vtrace
+from tunix_reverb.sharding import mesh as mesh_lib
 
 _TOLERANCE = {'rtol': 2e-5, 'atol': 2e-5}
 
@@ -59,6 +61,43 @@ def _oracle(
       advantages[s] = min(rho_bar, rho[s]) * (r[s] + d[s] * target - v[s])
     start = end + 1
   return vs, advantages
+
+
+def _decision_oracle(
+  values,
+  rewards,
+  discount_t,
+  log_rhos,
+  is_transition,
+  is_decision,
+  **constants,
+):
+  """One segment without what lies between its decisions, in float64.
+
+  Returns (positions of the decisions, their vs, their advantages).
+  """
+  v, r, d, log_rho = (
+    np.asarray(x, np.float64) for x in (values, rewards, discount_t, log_rhos)
+  )
+  end = int(np.flatnonzero(is_transition)[-1]) + 1
+  decisions = [t for t in range(end) if is_decision[t]]
+  reward, discount = [], []
+  for t, following in zip(decisions, [*decisions[1:], end]):
+    total, product = 0.0, 1.0
+    for u in range(t, following):
+      total += product * r[u]
+      product *= d[u]
+    reward.append(total)
+    discount.append(product)
+  vs, advantages = _oracle(
+    v[[*decisions, end]],
+    np.array([*reward, 0.0]),
+    np.array([*discount, 0.0]),
+    log_rho[[*decisions, end]],
+    lengths=(len(decisions),),
+    **constants,
+  )
+  return decisions, vs[:-1], advantages[:-1]
 
 
 @pytest.mark.parametrize('lambda_', [0.0, 0.9, 1.0])
@@ -142,6 +181,137 @@ def test_single_segment_matches_rlax(rho_bar, lambda_):
   np.testing.assert_allclose(
     ours.pg_advantages[:-1], theirs.pg_advantage, **_TOLERANCE
   )
+
+
+@pytest.mark.parametrize('form', ['scan', 'associative'])
+@pytest.mark.parametrize('rows,length', [(32, 1024), (2, 16384)])
+def test_long_rows_match_rlax_and_float64(rows, length, form):
+  """Both forms, at the lengths of token rows, without a discount."""
+  streams = [_random_stream(length, seed) for seed in range(rows)]
+  batch = {k: np.stack([s[k] for s in streams]) for k in streams[0]}
+  batch['log_rhos'] *= np.float32(0.1)
+  batch['discount_t'] = np.ones_like(batch['discount_t'])
+  mask = np.tile(_is_transition((length - 1,), length), (rows, 1))
+  ours = jax.jit(
+    functools.partial(vtrace.vtrace, rows=recurrence.Rows(form=form))
+  )(**batch, is_transition=mask)
+  v, r, log_rho = (
+    batch[k].astype(np.float64) for k in ('values', 'rewards', 'log_rhos')
+  )
+  clipped = np.minimum(1.0, np.exp(log_rho))
+  errors = np.zeros_like(v)
+  for t in reversed(range(length - 1)):
+    delta = clipped[:, t] * (r[:, t] + v[:, t + 1] - v[:, t])
+    errors[:, t] = delta + clipped[:, t] * errors[:, t + 1]
+  scale = np.abs(errors).max()
+  assert np.abs(ours.errors - errors).max() < 5e-6 * scale
+  with jax.numpy_dtype_promotion('standard'):
+    theirs = jax.jit(jax.vmap(rlax.vtrace))(
+      batch['values'][:, :-1],
+      batch['values'][:, 1:],
+      batch['rewards'][:, :-1],
+      batch['discount_t'][:, :-1],
+      np.exp(batch['log_rhos'][:, :-1]),
+    )
+  assert np.abs(ours.errors[:, :-1] - theirs).max() < 1e-5 * scale
+
+
+@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.given(
+  decisions=st.lists(st.booleans(), min_size=19, max_size=19),
+  length=st.integers(1, 19),
+  lambda_=st.floats(0, 1),
+  rho_bar=st.floats(0.1, 5),
+  c_bar=st.floats(0, 5),
+  seed=st.integers(0, 2**16),
+)
+def test_what_lies_between_decisions_is_as_if_left_out(
+  decisions, length, lambda_, rho_bar, c_bar, seed
+):
+  is_decision = np.array([*decisions, True])
+  is_decision[length - 1] = True  # There is at least one.
+  stream = _random_stream(20, seed)
+  # No loss trains these values: whatever they are, they must not count.
+  stream['values'][:length] = np.where(
+    is_decision[:length], stream['values'][:length], np.nan
+  )
+  constants = {'rho_bar': rho_bar, 'c_bar': c_bar, 'lambda_': lambda_}
+  masks = {
+    'is_transition': _is_transition((length,), 20),
+    'is_decision': is_decision,
+  }
+  output = _jitted(**stream, **masks, **constants)
+  positions, vs, advantages = _decision_oracle(**stream, **masks, **constants)
+  at = lambda x: np.asarray(x)[positions]
+  np.testing.assert_allclose(at(output.vs), vs, rtol=1e-3, atol=1e-3)
+  np.testing.assert_allclose(
+    at(output.pg_advantages), advantages, rtol=1e-3, atol=1e-3
+  )
+
+
+def test_deciding_everywhere_is_plain_vtrace():
+  stream = _random_stream(30)
+  mask = _is_transition((7, 1, 12, 3), 30)
+  constants = {'rho_bar': 2.0, 'c_bar': 0.7, 'lambda_': 0.9}
+  plain = _jitted(**stream, is_transition=mask, **constants)
+  decided = _jitted(
+    **stream, is_transition=mask, is_decision=np.ones(30, bool), **constants
+  )
+  for name in plain._fields:
+    np.testing.assert_allclose(
+      getattr(decided, name), getattr(plain, name), rtol=1e-6, atol=1e-6
+    )
+
+
+def _packed_rows(length, seed=0):
+  """Two rows of segments, some across every border of eight devices."""
+  rng = np.random.default_rng(seed)
+  ids = np.stack(
+    [
+      np.repeat([1, 2, 3, 0], [length // 2, 3, length // 4, length // 4 - 3]),
+      np.repeat([1, 2], [5, length - 5]),
+    ]
+  ).astype(np.int32)
+  streams = [_random_stream(length, seed + i) for i in range(2)]
+  batch = {k: np.stack([s[k] for s in streams]) for k in streams[0]}
+  return batch, ids, rng.random(ids.shape) < 0.4
+
+
+@pytest.mark.parametrize('devices', [2, 8])
+@pytest.mark.parametrize('decides_everywhere', [True, False])
+def test_rows_split_over_devices_equal_whole_rows(devices, decides_everywhere):
+  batch, ids, is_decision = _packed_rows(64)
+
+  def run(rows, batch, ids, is_decision):
+    return vtrace.vtrace(
+      **batch,
+      is_transition=vtrace.transition_mask(ids, rows),
+      is_decision=None if decides_everywhere else is_decision,
+      lambda_=0.9,
+      rows=rows,
+    )
+
+  mesh = mesh_lib.make_mesh(jax.devices()[:devices], data=1, sequence=devices)
+  spec = mesh_lib.PartitionSpec(None, mesh_lib.SEQUENCE)
+  split = jax.jit(
+    mesh_lib.shard_map(
+      functools.partial(run, recurrence.Rows(axis_name=mesh_lib.SEQUENCE)),
+      mesh=mesh,
+      in_specs=spec,
+      out_specs=spec,
+    )
+  )(batch, ids, is_decision)
+  whole = jax.jit(functools.partial(run, recurrence.WHOLE))(
+    batch, ids, is_decision
+  )
+  for name in whole._fields:
+    np.testing.assert_allclose(
+      getattr(split, name),
+      getattr(whole, name),
+      rtol=1e-5,
+      atol=1e-5,
+      err_msg=name,
+    )
 
 
 def test_two_segments_equal_two_traces():

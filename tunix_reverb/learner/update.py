@@ -31,7 +31,10 @@ METRIC_NAMES = (
   'param_norm',
   'rho_mean',
   'rho_clipped_fraction',
+  'c_mean',
+  'c_clipped_fraction',
   'ess',
+  'behaviour_kl',
   'value_mean',
   'learning_rate',
   'non_finite_updates',
@@ -147,30 +150,20 @@ def batch_loss_sums(
     reward_clip=loss_config.reward_clip,
     reward_scale=loss_config.reward_scale,
   )
-  row_sums = jax.vmap(
-    lambda log_probs, entropies, values, row: losses.vtrace_actor_critic_loss(
-      log_probs,
-      entropies,
-      values,
-      **row,
-      discount_factor=loss_config.discount_factor,
-      rho_bar=loss_config.rho_bar,
-      c_bar=loss_config.c_bar,
-      vtrace_lambda=loss_config.vtrace_lambda,
-    )
-  )(
+  return losses.vtrace_actor_critic_loss(
     network.distribution.log_prob(distribution_params, batch.action),
     network.distribution.entropy(distribution_params),
     values,
-    {
-      'rewards': rewards,
-      'discounts': batch.discount,
-      'behaviour_log_probs': batch.behaviour_log_prob,
-      'loss_mask': batch.loss_mask,
-      'segment_ids': batch.segment_ids,
-    },
+    rewards=rewards,
+    discounts=batch.discount,
+    behaviour_log_probs=batch.behaviour_log_prob,
+    loss_mask=batch.loss_mask,
+    segment_ids=batch.segment_ids,
+    discount_factor=loss_config.discount_factor,
+    rho_bar=loss_config.rho_bar,
+    c_bar=loss_config.c_bar,
+    vtrace_lambda=loss_config.vtrace_lambda,
   )
-  return jax.tree_util.tree_map(jnp.sum, row_sums)
 
 
 def total_loss(
@@ -271,7 +264,10 @@ def _metrics(loss: jax.Array, sums: losses.LossSums) -> dict[str, jax.Array]:
     'entropy': sums.entropy / count,
     'rho_mean': sums.rho / count,
     'rho_clipped_fraction': sums.rho_clipped / count,
+    'c_mean': sums.c / count,
+    'c_clipped_fraction': sums.c_clipped / count,
     # A fraction of the transitions; the offset only matters when all are 0.
     'ess': jnp.square(sums.rho) / (count * sums.rho_squared + 1e-20),
+    'behaviour_kl': -sums.log_rho / count,
     'value_mean': sums.value / count,
   }

@@ -1,7 +1,10 @@
-"""The V-trace actor-critic loss as sums over one row.
+"""The V-trace actor-critic loss as sums over rows.
 
 Sums, not means: the denominator is global over rows and devices, so whoever
-holds the mesh divides. L is the number of positions of the row.
+holds the mesh divides, by a count taken before anything is rejected. Letters:
+L positions of a row; `...` rows: [L] is one, [B, L] a batch, which is faster as
+it is than under `vmap`. Of rows that are split over a mesh axis (see
+`recurrence.Rows`) each device returns the sums over its part.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from tunix_reverb.ops import recurrence
 from tunix_reverb.ops import vtrace
 
 
@@ -29,6 +33,10 @@ class LossSums(NamedTuple):
     rho_squared: their squares; (sum rho)^2 / (num_transitions sum rho^2) is the
       effective sample size as a fraction.
     rho_clipped: number of ratios above rho_bar.
+    log_rho: logarithms of the ratios; its negative mean estimates the KL
+      divergence of the behaviour from the target policy.
+    c: trace coefficients min(c_bar, rho), without lambda.
+    c_clipped: number of ratios above c_bar.
     value: value estimates.
   """
 
@@ -39,6 +47,9 @@ class LossSums(NamedTuple):
   rho: jax.Array
   rho_squared: jax.Array
   rho_clipped: jax.Array
+  log_rho: jax.Array
+  c: jax.Array
+  c_clipped: jax.Array
   value: jax.Array
 
 
@@ -71,43 +82,37 @@ def vtrace_actor_critic_loss(
   rho_bar: float,
   c_bar: float,
   vtrace_lambda: float,
+  rows: recurrence.Rows = recurrence.WHOLE,
 ) -> LossSums:
-  """The loss of Espeholt et al. 2018, section 4.2, over one packed row.
+  """The loss of Espeholt et al. 2018, section 4.2, over packed rows.
 
-  Transitions with a False `loss_mask` stay in the trace as the identity (their
-  ratio is 1) and out of every sum.
+  Transitions with a False `loss_mask` stay in the trace as if on policy (their
+  ratio is 1; time passes, so discount and lambda apply) and out of every sum.
 
   Args:
-    log_probs: f32 [L], of the actions under the target policy.
-    entropies: f32 [L], of the target policy.
-    values: f32 [L].
-    rewards: f32 [L].
-    discounts: f32 [L], the environment's.
-    behaviour_log_probs: f32 [L].
-    loss_mask: bool [L].
-    segment_ids: i32 [L], 0 is padding.
+    log_probs: f32 [..., L], of the actions under the target policy.
+    entropies: f32 [..., L], of the target policy.
+    values: f32 [..., L].
+    rewards: f32 [..., L].
+    discounts: f32 [..., L], the environment's.
+    behaviour_log_probs: f32 [..., L].
+    loss_mask: bool [..., L].
+    segment_ids: i32 [..., L], 0 is padding.
     discount_factor: the agent's constant.
     rho_bar: see `vtrace.vtrace`.
     c_bar: see `vtrace.vtrace`.
     vtrace_lambda: see `vtrace.vtrace`.
+    rows: how the rows lie on the devices.
 
   Returns:
     `LossSums`.
   """
-  arrays = [
-    log_probs,
-    entropies,
-    values,
-    rewards,
-    discounts,
-    behaviour_log_probs,
-    loss_mask,
-    segment_ids,
-  ]
-  chex.assert_rank(arrays, 1)
-  chex.assert_equal_shape(arrays)
-
-  is_transition = vtrace.transition_mask(segment_ids)
+  floats = (log_probs, entropies, values, discounts, behaviour_log_probs)
+  chex.assert_equal_shape([*floats, rewards, loss_mask, segment_ids])
+  log_probs, entropies, values, discounts, behaviour_log_probs = (
+    x.astype(jnp.float32) for x in floats
+  )
+  is_transition = vtrace.transition_mask(segment_ids, rows)
   mask = loss_mask & is_transition
   log_rhos = jnp.where(
     mask, jax.lax.stop_gradient(log_probs) - behaviour_log_probs, 0.0
@@ -121,16 +126,43 @@ def vtrace_actor_critic_loss(
     rho_bar=rho_bar,
     c_bar=c_bar,
     lambda_=vtrace_lambda,
+    rows=rows,
   )
+  return masked_sums(
+    log_probs,
+    entropies,
+    values,
+    targets,
+    mask,
+    rho_bar=rho_bar,
+    c_bar=c_bar,
+  )
+
+
+def masked_sums(
+  log_probs: jax.Array,
+  entropies: jax.Array,
+  values: jax.Array,
+  targets: vtrace.VTraceOutput,
+  mask: jax.Array,
+  *,
+  rho_bar: float,
+  c_bar: float,
+) -> LossSums:
+  """Sums over the positions where `mask` is True."""
   masked_sum = lambda x: jnp.sum(jnp.where(mask, x, jnp.zeros_like(x)))
   count = lambda x: jnp.sum((mask & x).astype(jnp.float32))
+  rhos = targets.rhos
   return LossSums(
     pg_loss=masked_sum(-log_probs * targets.pg_advantages),
     baseline_loss=masked_sum(0.5 * jnp.square(targets.vs - values)),
     entropy=masked_sum(entropies),
     num_transitions=count(mask),
-    rho=masked_sum(targets.rhos),
-    rho_squared=masked_sum(jnp.square(targets.rhos)),
-    rho_clipped=count(targets.rhos > rho_bar),
+    rho=masked_sum(rhos),
+    rho_squared=masked_sum(jnp.square(rhos)),
+    rho_clipped=count(rhos > rho_bar),
+    log_rho=masked_sum(jnp.log(rhos)),
+    c=masked_sum(jnp.minimum(c_bar, rhos)),
+    c_clipped=count(rhos > c_bar),
     value=masked_sum(jax.lax.stop_gradient(values)),
   )

@@ -1,7 +1,17 @@
-"""V-trace targets and advantages on one stream that may hold many segments.
+"""V-trace targets and advantages on rows that may hold many segments.
 
-Letters: L positions of one row. Position t carries the transition t -> t + 1;
-the last position of each segment, and padding, carry none.
+Letters: L positions of a row; `...` rows. Position t carries the transition
+t -> t + 1; the last position of each segment, and padding, carry none. Rows may
+be split over a mesh axis (see `recurrence.Rows`): L is then this device's part,
+and results are those of the whole row.
+
+Where the policy does not decide at every position, V-trace runs over the
+decisions d_0, d_1, ... alone, as if nothing else were in the row: what follows
+a decision is the discounted sum of the rewards up to the next one plus the
+value there. A position between two decisions is an identity transition (rho =
+c = lambda = 1), and its value is not read: no loss has trained it. Where such a
+position has a ratio of its own (a later token of a turn), its outputs are the
+target and the advantage which that ratio gives for what follows it.
 """
 
 from __future__ import annotations
@@ -12,23 +22,24 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from tunix_reverb.ops import recurrence
+
 # exp(+-20) is far outside any clip, and its square is still finite in float32.
 MAX_ABS_LOG_RHO = 20.0
-# Measured on CPU: about 3 times faster than no unrolling at long L.
-_SCAN_UNROLL = 8
 
 
 class VTraceOutput(NamedTuple):
-  """V-trace targets of one row; no gradient flows through any of them.
+  """V-trace targets of rows; no gradient flows through any of them.
 
   Attributes:
-    vs: f32 [L], value targets. Equal to the value itself at the last position
-      of a segment and on padding.
-    pg_advantages: f32 [L], advantages for the policy gradient, already times
-      the clipped rho; 0 where there is no transition.
-    errors: f32 [L], vs - values.
-    rhos: f32 [L], unclipped importance ratios; 0 where there is no transition.
-    clipped_rhos: f32 [L], min(rho_bar, rhos).
+    vs: f32 [..., L], value targets. Equal to the value itself at the last
+      position of a segment and on padding.
+    pg_advantages: f32 [..., L], advantages for the policy gradient, already
+      times the clipped rho; 0 where there is no transition.
+    errors: f32 [..., L], vs - values.
+    rhos: f32 [..., L], unclipped importance ratios; 0 where there is no
+      transition.
+    clipped_rhos: f32 [..., L], min(rho_bar, rhos).
   """
 
   vs: jax.Array
@@ -38,18 +49,19 @@ class VTraceOutput(NamedTuple):
   clipped_rhos: jax.Array
 
 
-def transition_mask(segment_ids: jax.Array) -> jax.Array:
+def transition_mask(
+  segment_ids: jax.Array, rows: recurrence.Rows = recurrence.WHOLE
+) -> jax.Array:
   """Where a row carries a transition t -> t + 1.
 
   Args:
-    segment_ids: i32 [L], 1..S ascending, 0 is padding.
+    segment_ids: i32 [..., L], 1..S ascending, 0 is padding.
+    rows: how the rows lie on the devices.
 
   Returns:
-    bool [L], True where t and t + 1 belong to one segment.
+    bool [..., L], True where t and t + 1 belong to one segment.
   """
-  chex.assert_rank(segment_ids, 1)
-  same = (segment_ids[:-1] == segment_ids[1:]) & (segment_ids[:-1] != 0)
-  return jnp.concatenate([same, jnp.zeros((1,), jnp.bool_)])
+  return (segment_ids == rows.from_next(segment_ids)) & (segment_ids != 0)
 
 
 def vtrace(
@@ -62,6 +74,8 @@ def vtrace(
   rho_bar: float = 1.0,
   c_bar: float = 1.0,
   lambda_: float = 1.0,
+  is_decision: jax.Array | None = None,
+  rows: recurrence.Rows = recurrence.WHOLE,
 ) -> VTraceOutput:
   """Computes V-trace targets (Espeholt et al. 2018, section 4.1).
 
@@ -76,71 +90,78 @@ def vtrace(
   at discount = lambda = 1) and in clamping log-ratios to +-20 before `exp`.
 
   Args:
-    values: [L], value estimates.
-    rewards: [L], reward of the transition t -> t + 1.
-    discount_t: [L], environment discount times the discount factor.
-    log_rhos: [L], log target probability minus log behaviour probability. Pass
-      0 where a transition must be the identity (rho = c = 1).
-    is_transition: bool [L], see `transition_mask`.
+    values: [..., L], value estimates.
+    rewards: [..., L], reward of the transition t -> t + 1.
+    discount_t: [..., L], environment discount times the discount factor.
+    log_rhos: [..., L], log target probability minus log behaviour probability.
+      Pass 0 where a transition must be the identity (rho = c = 1).
+    is_transition: bool [..., L], see `transition_mask`.
     rho_bar: clip of rho in the temporal difference and in the advantage.
     c_bar: clip of the trace coefficient.
     lambda_: mixing of n-step targets.
+    is_decision: bool [..., L], transitions at which traces are cut and values
+      bootstrapped; None for all of them.
+    rows: how the rows lie on the devices.
 
   Returns:
     `VTraceOutput`.
   """
-  arrays = [values, rewards, discount_t, log_rhos, is_transition]
-  chex.assert_rank(arrays, 1)
-  chex.assert_equal_shape(arrays)
+  floats = (values, rewards, discount_t, log_rhos)
+  chex.assert_equal_shape([*floats, is_transition])
   chex.assert_type(is_transition, bool)
-
-  as_f32 = lambda x: jax.lax.stop_gradient(x).astype(jnp.float32)
-  values, rewards, discount_t, log_rhos = map(
-    as_f32, (values, rewards, discount_t, log_rhos)
+  values, rewards, discount_t, log_rhos = (
+    jax.lax.stop_gradient(x).astype(jnp.float32) for x in floats
   )
   # `where`, not a product: whatever lies on padding, even NaN, stays there.
   on_transition = lambda x: jnp.where(is_transition, x, jnp.zeros_like(x))
-
   rhos = on_transition(
     jnp.exp(jnp.clip(log_rhos, -MAX_ABS_LOG_RHO, MAX_ABS_LOG_RHO))
   )
   clipped_rhos = jnp.minimum(rho_bar, rhos)
-  next_values = _shift(values)
-  deltas = on_transition(
-    clipped_rhos * (rewards + discount_t * next_values - values)
-  )
   traces = on_transition(discount_t * lambda_ * jnp.minimum(c_bar, rhos))
-  errors = _discounted_sum(deltas, traces)
-  vs = values + errors
-  next_targets = lambda_ * _shift(vs) + (1.0 - lambda_) * next_values
-  # The last transition of a segment bootstraps from V itself; there both
-  # terms of the mix are equal, so it needs no case of its own.
-  pg_advantages = on_transition(
-    clipped_rhos * (rewards + discount_t * next_targets - values)
+  if is_decision is None:
+    returns = rewards + discount_t * rows.from_next(values)
+    deltas = on_transition(clipped_rhos * (returns - values))
+    errors = rows.solve_backward(deltas, traces)
+    next_errors = rows.from_next(errors)
+  else:
+    decided = is_decision & is_transition
+    returns = _returns(
+      values, rewards, discount_t, is_transition, decided, rows
+    )
+    deltas = on_transition(clipped_rhos * (returns - values))
+    # Of the decision at t or, where there is none, of the next one.
+    decision_errors = rows.solve_backward(
+      jnp.where(decided, deltas, 0.0),
+      jnp.where(decided, traces, on_transition(discount_t)),
+    )
+    next_errors = rows.from_next(decision_errors)
+    errors = deltas + traces * next_errors
+  # The last transition of a segment bootstraps from V itself; there the error
+  # that follows is 0, so it needs no case of its own.
+  advantages = on_transition(
+    clipped_rhos * (returns + discount_t * lambda_ * next_errors - values)
   )
-  return VTraceOutput(vs, pg_advantages, errors, rhos, clipped_rhos)
+  return VTraceOutput(values + errors, advantages, errors, rhos, clipped_rhos)
 
 
-def _shift(x: jax.Array) -> jax.Array:
-  """x_{t+1} at t; the last entry repeats and must be masked."""
-  return jnp.concatenate([x[1:], x[-1:]])
+def _returns(
+  values: jax.Array,
+  rewards: jax.Array,
+  discount_t: jax.Array,
+  is_transition: jax.Array,
+  is_decision: jax.Array,
+  rows: recurrence.Rows,
+) -> jax.Array:
+  """Discounted rewards from t up to the next decision, and the value there.
 
-
-def _discounted_sum(deltas: jax.Array, traces: jax.Array) -> jax.Array:
-  """Solves y_t = deltas_t + traces_t y_{t+1} backwards; all [L]."""
-
-  def body(
-    accumulator: jax.Array, inputs: tuple[jax.Array, jax.Array]
-  ) -> tuple[jax.Array, jax.Array]:
-    delta, trace = inputs
-    accumulator = delta + trace * accumulator
-    return accumulator, accumulator
-
-  _, sums = jax.lax.scan(
-    body,
-    jnp.zeros((), jnp.float32),
-    (deltas, traces),
-    reverse=True,
-    unroll=_SCAN_UNROLL,
+  The next decision is after t; the end of the segment, which bootstraps it, is
+  taken as one. 0 where there is no transition.
+  """
+  is_next = rows.from_next(is_decision | ~is_transition)
+  next_values = jnp.where(is_next, rows.from_next(values), 0.0)
+  on_transition = lambda x: jnp.where(is_transition, x, 0.0)
+  return rows.solve_backward(
+    on_transition(rewards + discount_t * next_values),
+    on_transition(jnp.where(is_next, 0.0, discount_t)),
   )
-  return sums

@@ -162,9 +162,19 @@ def _optimisation() -> dict[str, Metric]:
       'fraction',
       'Transitions whose importance ratio was clipped.',
     ),
+    c_mean=('1', 'Mean trace coefficient, after its clip.'),
+    c_clipped_fraction=(
+      'fraction',
+      'Transitions whose trace coefficient was clipped.',
+    ),
     ess=(
       'fraction',
       'Effective sample size of the importance ratios over their number.',
+    ),
+    behaviour_kl=(
+      'nats',
+      'Estimate of the KL divergence of the behaviour from the target policy: '
+      'the mean of minus the log ratios.',
     ),
     value_mean=('1', 'Mean value estimate.'),
     learning_rate=('1', 'Learning rate of the last update.'),
