@@ -66,7 +66,10 @@ def stored_observation_dtype(dtype: Any) -> np.dtype:
 
 
 def trajectories_spec(
-  environment_spec: EnvironmentSpec, core_state_spec: types.Nest = ()
+  environment_spec: EnvironmentSpec,
+  core_state_spec: types.Nest = (),
+  *,
+  has_turns: bool = False,
 ) -> types.Trajectories:
   """Specs of every column of an item; the leading axis N or S is None.
 
@@ -74,6 +77,7 @@ def trajectories_spec(
     environment_spec: specs of one environment.
     core_state_spec: nest of arrays or specs of one (unbatched) recurrent
       state; `()` for feed-forward networks.
+    has_turns: whether each transition belongs to a turn.
 
   Returns:
     `Trajectories` of `ColumnSpec`.
@@ -100,6 +104,7 @@ def trajectories_spec(
     episode_id=column(np.int64),
     truncated=column(np.bool_),
     permit_id=column(np.int64),
+    turn_id=column(np.int32) if has_turns else (),
   )
 
 

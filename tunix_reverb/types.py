@@ -39,6 +39,10 @@ class Trajectories(NamedTuple):
   Trajectory n has `lengths[n]` = T_n transitions and T_n + 1 timesteps; the
   last timestep is there for the bootstrap value only. S = sum(lengths).
 
+  In a trajectory of tokens an observation is one token and the action is the
+  next one, whoever wrote it: the policy where `loss_mask` is True, the prompt
+  or a tool where it is False.
+
   Attributes:
     observation: nest of [S + N, ...], all timesteps.
     action: [S, ...], chosen at timesteps 0..T-1 of each trajectory.
@@ -57,6 +61,8 @@ class Trajectories(NamedTuple):
       discount above 0.
     permit_id: i64 [N], the permit each trajectory was started under; 0 without
       admission.
+    turn_id: i32 [S], which turn of its trajectory the action belongs to; `()`
+      for agents without turns.
   """
 
   observation: Nest
@@ -73,6 +79,7 @@ class Trajectories(NamedTuple):
   episode_id: Any
   truncated: Any
   permit_id: Any
+  turn_id: Any = ()
 
 
 class SampledItem(NamedTuple):
@@ -114,6 +121,7 @@ class Batch(NamedTuple):
     core_state: nest of [B, M, ...], recurrent state before each segment's
       first position, by segment id - 1 (M is the most segments a row holds);
       `()` for feed-forward networks.
+    turn_id: i32 [B, L], `()` for agents without turns.
   """
 
   observation: Nest
@@ -126,6 +134,7 @@ class Batch(NamedTuple):
   segment_ids: Any
   segment_positions: Any
   core_state: Nest
+  turn_id: Any = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -107,6 +107,23 @@ def _check(packed):
   return seen
 
 
+def test_turns_go_with_their_transitions():
+  columns = specs.trajectories_spec(_SPEC, _CORE, has_turns=True)
+  packer = packer_lib.Packer(
+    buckets=buckets_lib.make_buckets((8,), batch_positions=8),
+    columns=columns,
+    window=1.0,
+  )
+  item = _item([3, 2])._replace(turn_id=np.array([1, 1, 2, 5, 6], np.int32))
+  packer.add(item)
+  batch = packer.pop(flush=True).batch
+  assert batch.turn_id.dtype == np.int32
+  assert batch.turn_id.tolist() == [[1, 1, 2, 0, 5, 6, 0, 0]]
+  bucket = buckets_lib.Bucket(8, 2)
+  assert packer_lib.empty_batch(bucket, columns).turn_id.shape == (2, 8)
+  assert packer_lib.empty_batch(bucket, _COLUMNS).turn_id == ()
+
+
 @settings(deadline=None, max_examples=60)
 @given(
   st.lists(

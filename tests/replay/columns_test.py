@@ -21,6 +21,22 @@ def _assert_equal(ours, theirs):
     np.testing.assert_array_equal(theirs[path], array, strict=True)
 
 
+def test_turns_are_a_column_where_there_are_any():
+  columns = test_utils.columns()._replace(
+    turn_id=specs.ColumnSpec((None,), np.dtype(np.int32))
+  )
+  with_turns = columns_lib.ColumnCodec(columns)
+  assert 'turn_id' in with_turns.paths
+  turns = np.array([0, 1, 1, 0, 0, 2], np.int32)
+  item = test_utils.item(lengths=(2, 4))._replace(turn_id=turns)
+  for _ in range(2):
+    _assert_equal(item, with_turns.read(with_turns.flatten(item)))
+  with pytest.raises(errors.SpecMismatchError, match='turn_id'):
+    with_turns.flatten(item._replace(turn_id=()))
+  with pytest.raises(errors.SpecMismatchError, match='turn_id has 5 rows'):
+    with_turns.read(with_turns.flatten(item._replace(turn_id=turns[:5])))
+
+
 @pytest.mark.parametrize('lengths', [(1,), (3,), (2, 4), (1, 1, 1)])
 def test_items_come_back(codec, lengths):
   item = test_utils.item(5, lengths=lengths)

@@ -61,6 +61,16 @@ def test_place_batch_splits_rows_over_data_and_fsdp():
   assert placed.core_state == ()
 
 
+def test_place_batch_splits_positions_too_if_asked():
+  mesh = mesh_lib.make_mesh(jax.devices()[:8], data=2, sequence=2, tensor=2)
+  tokens = np.arange(4 * 6, dtype=np.uint16).reshape(4, 6)
+  host = types.Batch(*[tokens] * 9, core_state=(), turn_id=tokens)
+  placed = mesh_lib.place_batch(host, mesh, mesh_lib.token_spec())
+  for leaf in (placed.observation, placed.turn_id):
+    assert {s.data.shape for s in leaf.addressable_shards} == {(2, 3)}
+    np.testing.assert_array_equal(leaf, tokens)
+
+
 def test_place_batch_refuses_uneven_rows():
   mesh = mesh_lib.make_mesh(jax.devices()[:8], data=8)
   with pytest.raises(ValueError, match=r'rows of the batch \(12\) must be a'):

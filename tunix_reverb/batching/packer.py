@@ -12,6 +12,7 @@ import dataclasses
 import numpy as np
 import tree
 
+from tunix_reverb import specs
 from tunix_reverb import types
 from tunix_reverb.batching import buckets as buckets_lib
 from tunix_reverb.batching import placement
@@ -27,6 +28,7 @@ _TRANSITION_COLUMNS = (
   'behaviour_log_prob',
   'policy_version',
   'loss_mask',
+  'turn_id',
 )
 
 
@@ -259,7 +261,9 @@ class _BatchBuilder:
     empty = lambda spec: np.zeros((flat, *spec.shape[1:]), spec.dtype)
     self._observation = tree.map_structure(empty, columns.observation)
     self._transitions = {
-      name: empty(getattr(columns, name)) for name in _TRANSITION_COLUMNS
+      name: empty(getattr(columns, name))
+      for name in _TRANSITION_COLUMNS
+      if isinstance(getattr(columns, name), specs.ColumnSpec)
     }
     self._segment_ids = np.zeros(flat, np.int32)
     self._positions = np.zeros(flat, np.int32)

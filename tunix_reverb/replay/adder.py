@@ -104,13 +104,8 @@ class TrajectoryAdder(core.VectorAdder):
     core_state: types.Nest = (),
   ) -> None:
     """See base class."""
-    transitions = (
-      action,
-      timestep.reward,
-      timestep.discount,
-      behaviour_log_prob,
-      policy_version,
-    )
+    choice = (behaviour_log_prob, policy_version)
+    transitions = (action, timestep.reward, timestep.discount, *choice)
     self._add(environment_ids, transitions, timestep, core_state)
 
   def _add(

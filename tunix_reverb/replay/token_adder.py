@@ -1,11 +1,11 @@
 """The adder of token trajectories.
 
-The environment's observation at each timestep is a dict of three scalars (see
-`environments.token_task`): `token`; `loss_mask`, whether the policy chooses the
-next token; and `turn_id`, the turn of the next token. Stored are the tokens
-alone, as observations and, one later, as actions: where the environment forced
-the next token, it is that token and not what the policy would have said. Letter:
-K environments stepping together.
+The environment's observation at each timestep is a dict of three scalars:
+`token`; `loss_mask`, whether the policy chooses the next token; and `turn_id`,
+the turn of the next token. Stored are the tokens alone, as observations and,
+one later, as actions: where the environment forced the next token, the action
+is that token and not what the policy would have said. Letter: K environments
+stepping together.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tunix_reverb import errors
 from tunix_reverb import types
 from tunix_reverb.replay import adder
 
-_LAST = np.int32(dm_env.StepType.LAST)
+_MID = np.int32(dm_env.StepType.MID)
 
 
 class TokenAdder(adder.TrajectoryAdder):
@@ -71,9 +71,8 @@ class TokenAdder(adder.TrajectoryAdder):
     )
     self._loss_mask[environment_ids] = observation['loss_mask']
     self._turn_id[environment_ids] = observation['turn_id']
-    self._add(
-      environment_ids, transitions, timestep._replace(observation=token)
-    )
+    timestep = timestep._replace(observation=token)
+    self._add(environment_ids, transitions, timestep, core_state)
 
   def _cut(self, environment_ids: np.ndarray, *args: Any) -> None:
     self._refuse(environment_ids)
@@ -86,7 +85,7 @@ class TokenAdder(adder.TrajectoryAdder):
     full: np.ndarray,
     *args: Any,
   ) -> None:
-    if (full & (timestep.step_type != _LAST)).any():
+    if (full & (timestep.step_type == _MID)).any():
       self._refuse(environment_ids)
     super()._turn(environment_ids, timestep, size, full, *args)
 

@@ -116,11 +116,21 @@ def num_batch_shards(mesh: jax.sharding.Mesh) -> int:
   return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
-def place_batch(batch: types.Batch, mesh: jax.sharding.Mesh) -> types.Batch:
+def place_batch(
+  batch: types.Batch,
+  mesh: jax.sharding.Mesh,
+  spec: PartitionSpec | None = None,
+) -> types.Batch:
   """Puts a host batch on the mesh; every leaf is [B, ...], B global.
 
   JAX may keep using the memory of the host arrays: do not write to them
   afterwards.
+
+  Args:
+    batch: on the host.
+    mesh: where it goes.
+    spec: of every leaf; `batch_spec` if None. With `token_spec` every leaf is
+      [B, L, ...].
 
   Raises:
     ValueError: B does not divide evenly over the devices.
@@ -134,7 +144,9 @@ def place_batch(batch: types.Batch, mesh: jax.sharding.Mesh) -> types.Batch:
     )
   if mesh.size == 1 and mesh.devices.item().platform == 'cpu':
     return batch  # It is in the device's memory already.
-  return jax.device_put(batch, jax.sharding.NamedSharding(mesh, batch_spec()))
+  return jax.device_put(
+    batch, jax.sharding.NamedSharding(mesh, spec or batch_spec())
+  )
 
 
 def replicate(tree: types.Nest, mesh: jax.sharding.Mesh) -> types.Nest:
