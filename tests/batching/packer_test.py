@@ -241,6 +241,122 @@ def test_fill_on_a_log_normal_mix(lengths, window):
   assert np.min(fills) >= 0.90
 
 
+def _tokens(positions, batches_before):
+  """An item of token trajectories that says when it came, in batches."""
+  lengths = np.asarray(positions, np.int32) - 1
+  n, s = lengths.size, int(lengths.sum())
+  zeros = lambda dtype, size=s: np.zeros(size, dtype)
+  return types.Trajectories(
+    observation=zeros(np.uint16, s + n),
+    action=zeros(np.uint16),
+    reward=zeros(np.float32),
+    discount=zeros(np.float32),
+    behaviour_log_prob=zeros(np.float32),
+    policy_version=np.full(s, batches_before, np.int32),
+    loss_mask=np.ones(s, np.bool_),
+    core_state=(),
+    lengths=lengths,
+    created_at_s=zeros(np.float64, n),
+    actor_id=zeros(np.int32, n),
+    episode_id=zeros(np.int64, n),
+    truncated=zeros(np.bool_, n),
+    permit_id=zeros(np.int64, n),
+    turn_id=zeros(np.int32),
+  )
+
+
+def _pack_heavy_tail(num_batches, *, num_shards, **kwargs):
+  """Batches of 16..4096 tokens a trajectory, median 256, 4 in an item."""
+  spec = dm_specs.BoundedArray((), np.uint16, 0, 31_999)
+  columns = specs.trajectories_spec(
+    _SPEC._replace(observation=spec, action=spec), has_turns=True
+  )
+  packer = packer_lib.Packer(
+    columns=columns, window=1.25, num_shards=num_shards, **kwargs
+  )
+  rng = np.random.default_rng(0)
+  batches = []
+  while len(batches) < num_batches:
+    drawn = np.rint(rng.lognormal(np.log(256), 1.2, 4))
+    packer.add(_tokens(np.clip(drawn, 16, 4096), len(batches)))
+    packed = packer.pop()
+    if packed is not None:
+      batches.append(packed)
+  return batches
+
+
+@pytest.mark.parametrize('lengths', [(4096,), (512, 1024, 4096)])
+def test_fill_on_a_heavy_tailed_mix_of_tokens(lengths):
+  """Fill >= 97%, and nothing waits for more than two batches."""
+  batches = _pack_heavy_tail(
+    40,
+    num_shards=4,
+    buckets=buckets_lib.make_buckets(
+      lengths, batch_positions=32_768, row_multiple=4
+    ),
+  )
+  fills = [packer_lib.fill(packed) for packed in batches]
+  assert np.mean(fills) >= 0.97
+  assert min(fills) >= 0.95
+  waits = [i - p.segments.policy_version.min() for i, p in enumerate(batches)]
+  assert max(waits) <= 2
+
+
+def _worst_to_mean(batches, num_shards):
+  """Attention cost of the worst shard in shares of the mean, over batches."""
+  ratios = []
+  for packed in batches:
+    # From what the learner gets, not from what the packer thinks.
+    ids = packed.batch.segment_ids
+    cost = [
+      sum(int((row == i).sum()) ** 2 for i in range(1, row.max() + 1))
+      for row in ids
+    ]
+    shards = np.reshape(cost, (num_shards, -1)).sum(axis=1)
+    ratios.append(shards.max() / shards.mean())
+  return float(np.mean(ratios))
+
+
+def test_attention_costs_the_shards_about_the_same():
+  buckets = buckets_lib.make_buckets((4096,), batch_positions=131_072)
+  uneven = _pack_heavy_tail(8, num_shards=1, buckets=buckets)
+  even = _pack_heavy_tail(8, num_shards=8, buckets=buckets)
+  assert _worst_to_mean(uneven, 8) > 1.8
+  assert _worst_to_mean(even, 8) < 1.1
+  # The same trajectories are in the same batches.
+  for ours, theirs in zip(even, uneven):
+    assert sorted(ours.segments.length) == sorted(theirs.segments.length)
+
+
+@given(
+  st.lists(st.integers(0, 50), min_size=12, max_size=12),
+  st.sampled_from([1, 2, 3, 4, 6, 12]),
+)
+def test_even_rows_is_a_permutation_with_the_costliest_first(cost, num_shards):
+  cost = np.array(cost, np.float64)
+  place = placement.even_rows(cost, num_shards)
+  assert sorted(place) == list(range(12))
+  if 1 < num_shards < 12:
+    dealt = np.empty(12)
+    dealt[place] = cost
+    for shard in dealt.reshape(num_shards, -1):
+      assert (np.diff(shard) <= 0).all()
+    assert (
+      dealt.reshape(num_shards, -1).sum(axis=1).max()
+      <= cost.sum() / num_shards + cost.max()
+    )
+
+
+def test_rows_change_places_with_all_they_hold():
+  packer = _packer(lengths=(32,), rows_positions=256, num_shards=4)
+  packer.add(_item([31, 30, 20, 9, 15, 15, 3, 3, 3, 3, 7, 7, 7, 7]))
+  packed = packer.pop(flush=True)
+  assert len(_check(packed)) == 174
+  # The two longest are on different shards.
+  longest = packed.segments.row[packed.segments.length >= 30]
+  assert len(set(longest // 2)) == 2
+
+
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=60), st.integers(1, 8))
 def test_placement_is_first_fit_decreasing(positions, num_rows):
   positions = np.array(positions, np.int32)

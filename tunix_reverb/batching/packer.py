@@ -67,7 +67,8 @@ class Packer:
   the next larger one if too little is pending that fits it. Trajectories that
   an earlier batch left behind go in first, so none waits for more than one
   further batch of its bucket; then the rest by first-fit decreasing, shorter
-  ones filling the gaps of longer ones.
+  ones filling the gaps of longer ones. Whole rows then change places so that
+  attention costs the devices about the same.
 
   With `max_trajectories`, batches are made by number: of so many trajectories
   with the smallest permit ids, so that a batch does not depend on the order in
@@ -82,6 +83,7 @@ class Packer:
     columns: types.Trajectories,
     window: float,
     max_trajectories: int = 0,
+    num_shards: int = 1,
   ):
     """Packs into `buckets`.
 
@@ -92,11 +94,13 @@ class Packer:
       window: trajectories gathered before a batch is packed, in batches.
       max_trajectories: of one batch; a batch is packed when there are as many.
         0 sets no limit.
+      num_shards: shards that the rows of a batch are split into.
     """
     self._buckets = tuple(buckets)
     self._columns = columns
     self._window = window
     self._max_trajectories = max_trajectories
+    self._num_shards = num_shards
     self._pending: list[_Pending] = []
     self._pending_positions = 0
 
@@ -221,6 +225,10 @@ class Packer:
     self, bucket: buckets_lib.Bucket, row: np.ndarray, start: np.ndarray
   ) -> types.PackedBatch:
     """Moves the placed trajectories (row >= 0) from pending into a batch."""
+    positions = self.pending_lengths + 1
+    cost = placement.attention_cost(positions, row, bucket.rows)
+    place = placement.even_rows(cost, self._num_shards)
+    row = np.where(row >= 0, place[row], np.int32(-1))
     builder = _BatchBuilder(bucket, self._columns, row, start)
     left: list[_Pending] = []
     begin = 0

@@ -1,10 +1,12 @@
-"""Where trajectories go in the rows of a batch: first-fit decreasing.
+"""Where trajectories go in a batch: first-fit decreasing, then even shards.
 
 First-fit decreasing (Johnson 1973, "Near-optimal bin packing algorithms")
 places the longest trajectory first, each into the first row with room. Here it
 runs over classes of equal length: as many of a class as fit go into a row at
 once, which gives the same rows at a cost of (distinct lengths x rows) instead
-of (trajectories x rows). Letters: N trajectories, B rows, L positions.
+of (trajectories x rows). The first rows get the longest trajectories, which
+makes them the costliest: `even_rows` deals them out to the devices. Letters: N
+trajectories, B rows, L positions.
 """
 
 from __future__ import annotations
@@ -55,3 +57,47 @@ class Rows:
       placed += count
       if placed == members.size:
         return
+
+
+def attention_cost(
+  positions: np.ndarray, row: np.ndarray, rows: int
+) -> np.ndarray:
+  """What attention within segments costs in each row, up to a factor, f64 [B].
+
+  Args:
+    positions: i32 [N], positions of each trajectory.
+    row: i32 [N], its row; -1 for none.
+    rows: B.
+  """
+  placed = row >= 0
+  squares = positions[placed].astype(np.float64) ** 2
+  return np.bincount(row[placed], weights=squares, minlength=rows)
+
+
+def even_rows(cost: np.ndarray, num_shards: int) -> np.ndarray:
+  """Deals rows to shards so that their costs are even: each row's new place.
+
+  The devices of a step wait for the slowest. Greedy, the costliest row first,
+  each to the shard of least cost that has room (Graham 1969, "Bounds on
+  multiprocessing timing anomalies", with a limit on the number). Within a shard
+  the costliest comes first, so that micro-batches, which are consecutive rows
+  of every shard, are even as well.
+
+  Args:
+    cost: f64 [B], of each row.
+    num_shards: divides B; each holds B / num_shards consecutive rows.
+
+  Returns:
+    i32 [B], a permutation.
+  """
+  if num_shards == 1 or num_shards == cost.size:
+    return np.arange(cost.size, dtype=np.int32)
+  per_shard = cost.size // num_shards
+  total, count = np.zeros(num_shards), np.zeros(num_shards, np.int32)
+  place = np.empty(cost.size, np.int32)
+  for index in np.argsort(-cost, kind='stable').tolist():
+    shard = int(np.argmin(np.where(count < per_shard, total, np.inf)))
+    place[index] = shard * per_shard + count[shard]
+    total[shard] += cost[index]
+    count[shard] += 1
+  return place
