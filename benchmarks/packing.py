@@ -134,7 +134,7 @@ def _measure(parts, state, columns, *, window, num_batches, max_length):
 
 def _measure_buckets(context, agent, lengths: tuple[int, ...]):
   """The figures of every window with buckets of `lengths`, by name."""
-  from tunix_reverb.agents.vtrace import builder
+  from tunix_reverb.agents import builder
 
   config = context.config
   batch = dataclasses.replace(config.batch, bucket_lengths=lengths)
@@ -240,7 +240,7 @@ def _check(fill: float, target: float) -> dict[str, object]:
 
 def measure(context: app.RoleContext) -> int:
   """Prints the figures of every setting and one line of JSON at the end."""
-  from tunix_reverb.agents.vtrace import builder
+  from tunix_reverb.agents import builder
 
   longest = context.config.batch.bucket_lengths[-1]
   agent = builder.make_agent_spec(context.config)

@@ -144,7 +144,7 @@ def _learn_call(config, agent, parts):
 
 def measure(context: app.RoleContext) -> int:
   """Prints the transitions per CPU-second of one part."""
-  from tunix_reverb.agents.vtrace import builder
+  from tunix_reverb.agents import builder
 
   config, part = context.config, flags.FLAGS.part
   if part == 'env':

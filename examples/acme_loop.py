@@ -16,8 +16,8 @@ from tunix_reverb import core
 from tunix_reverb import types
 from tunix_reverb.actor import actor as actor_lib
 from tunix_reverb.actor import policy as policy_lib
-from tunix_reverb.agents.vtrace import builder
-from tunix_reverb.agents.vtrace import config as config_lib
+from tunix_reverb.agents import builder
+from tunix_reverb.agents import config as config_lib
 from tunix_reverb.environments import factory
 from tunix_reverb.replay import adder as adder_lib
 from tunix_reverb.replay import clients

@@ -18,8 +18,8 @@ import numpy as np
 
 from tunix_reverb import specs
 from tunix_reverb import types
-from tunix_reverb.agents.vtrace import builder
-from tunix_reverb.agents.vtrace import flat
+from tunix_reverb.agents import builder
+from tunix_reverb.agents import flat
 from tunix_reverb.batching import packer as packer_lib
 from tunix_reverb.networks import policy_network
 

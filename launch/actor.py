@@ -20,7 +20,7 @@ _REPORT_PERIOD_S = 1.0
 def run_actor(context: app.RoleContext) -> int:
   """Runs the actor until it is told to stop."""
   from tunix_reverb.actor import report as report_lib
-  from tunix_reverb.agents.vtrace import builder
+  from tunix_reverb.agents import builder
   from tunix_reverb.replay import clients
   from tunix_reverb.telemetry import milestones as milestones_lib
 

@@ -19,7 +19,7 @@ from launch import flags
 from launch import shutdown
 from launch import streams
 from tunix_reverb import errors
-from tunix_reverb.agents.vtrace import config as config_lib
+from tunix_reverb.agents import config as config_lib
 from tunix_reverb.telemetry import logger as logger_lib
 from tunix_reverb.telemetry import watchdog as watchdog_lib
 

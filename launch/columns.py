@@ -41,7 +41,7 @@ def find(context: Any) -> Any:
     errors.UserError: the file does not come, or is something else.
   """
   if not flags.FLAGS.columns_file:
-    from tunix_reverb.agents.vtrace import builder
+    from tunix_reverb.agents import builder
 
     return builder.make_agent_spec(context.config).columns
   from tunix_reverb.replay import columns_file

@@ -24,7 +24,7 @@ flags.DEFINE_string(
 def run_evaluator(context: app.RoleContext) -> int:
   """Evaluates a checkpoint, or a live run until told to stop."""
   from tunix_reverb.actor import evaluation
-  from tunix_reverb.agents.vtrace import builder
+  from tunix_reverb.agents import builder
 
   config = context.config
   agent = builder.make_agent_spec(config)
@@ -55,7 +55,7 @@ def run_evaluator(context: app.RoleContext) -> int:
 
 
 def _evaluate_checkpoint(context, agent, policy, evaluate) -> int:
-  from tunix_reverb.agents.vtrace import builder
+  from tunix_reverb.agents import builder
 
   directory = pathlib.Path(flags.FLAGS.checkpoint)
   variables = builder.load_variables(context.config, agent, directory)

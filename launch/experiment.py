@@ -26,8 +26,8 @@ from launch import interpreters as interpreters_lib
 from launch import supervisor as supervisor_lib
 from launch import topology
 from tunix_reverb import errors
-from tunix_reverb.agents.vtrace import config as config_lib
-from tunix_reverb.agents.vtrace import flat
+from tunix_reverb.agents import config as config_lib
+from tunix_reverb.agents import flat
 from tunix_reverb.telemetry import console as console_lib
 from tunix_reverb.telemetry import metrics
 from tunix_reverb.telemetry import milestones

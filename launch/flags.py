@@ -19,8 +19,8 @@ from typing import Any
 from absl import flags
 
 from tunix_reverb import errors
-from tunix_reverb.agents.vtrace import config as config_lib
-from tunix_reverb.agents.vtrace import flat
+from tunix_reverb.agents import config as config_lib
+from tunix_reverb.agents import flat
 
 FLAGS = flags.FLAGS
 

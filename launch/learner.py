@@ -20,8 +20,8 @@ def run_learner(context: app.RoleContext) -> int:
   Returns:
     0; under `launch.local` another status if it was told to stop before.
   """
-  from tunix_reverb.agents.vtrace import builder
-  from tunix_reverb.agents.vtrace import session as session_lib
+  from tunix_reverb.agents import builder
+  from tunix_reverb.agents import session as session_lib
   from tunix_reverb.learner import publisher as publisher_lib
   from tunix_reverb.replay import clients
   from tunix_reverb.telemetry import compiles

@@ -28,7 +28,7 @@ _LAST_CHECKPOINT_DEADLINE_S = 6.0
 
 def run_server(context: app.RoleContext) -> int:
   """Serves until told to stop; then writes a checkpoint."""
-  from tunix_reverb.agents.vtrace import builder
+  from tunix_reverb.agents import builder
   from tunix_reverb.replay import clients
   from tunix_reverb.telemetry import milestones as milestones_lib
 

@@ -16,9 +16,9 @@ import numpy as np
 
 from tunix_reverb import core
 from tunix_reverb import types
-from tunix_reverb.agents.vtrace import builder
-from tunix_reverb.agents.vtrace import flat
-from tunix_reverb.agents.vtrace import session as session_lib
+from tunix_reverb.agents import builder
+from tunix_reverb.agents import flat
+from tunix_reverb.agents import session as session_lib
 from tunix_reverb.learner import publisher as publisher_lib
 from tunix_reverb.replay import clients
 from tunix_reverb.telemetry import compiles

@@ -16,7 +16,7 @@ import pytest
 from tunix_reverb import core
 from tunix_reverb import types
 from tunix_reverb.actor import test_utils
-from tunix_reverb.agents.vtrace import builder
+from tunix_reverb.agents import builder
 from tunix_reverb.batching import packer as packer_lib
 from tunix_reverb.sharding import mesh as mesh_lib
 from tunix_reverb.telemetry import summary as summary_lib

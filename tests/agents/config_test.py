@@ -2,8 +2,8 @@
 
 import pytest
 
-from tunix_reverb.agents.vtrace import builder
-from tunix_reverb.agents.vtrace import flat
+from tunix_reverb.agents import builder
+from tunix_reverb.agents import flat
 from tunix_reverb.replay import tables
 
 

@@ -11,9 +11,9 @@ import pytest
 from tunix_reverb import core
 from tunix_reverb import specs
 from tunix_reverb import types
-from tunix_reverb.agents.vtrace import builder
-from tunix_reverb.agents.vtrace import flat
-from tunix_reverb.agents.vtrace import session as session_lib
+from tunix_reverb.agents import builder
+from tunix_reverb.agents import flat
+from tunix_reverb.agents import session as session_lib
 from tunix_reverb.learner import publisher as publisher_lib
 from tunix_reverb.learner import test_utils
 from tunix_reverb.networks import policy_network

@@ -7,7 +7,7 @@ import time
 import pytest
 
 import launch
-from tunix_reverb.agents.vtrace import flat
+from tunix_reverb.agents import flat
 
 pytestmark = pytest.mark.integration
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tunix_reverb.agents.vtrace import flat
+from tunix_reverb.agents import flat
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -43,8 +43,8 @@ def make(*, seed):
 _DERIVE = """
 import json, os, sys
 sys.path.append(os.getcwd())
-from tunix_reverb.agents.vtrace import builder
-from tunix_reverb.agents.vtrace import flat
+from tunix_reverb.agents import builder
+from tunix_reverb.agents import flat
 from tunix_reverb.replay import tables
 for text in json.loads(sys.stdin.read()):
   config = flat.loads(text)

@@ -7,7 +7,7 @@ import signal
 import binaries
 import pytest
 
-from tunix_reverb.agents.vtrace import config as config_lib
+from tunix_reverb.agents import config as config_lib
 from tunix_reverb.telemetry import reader
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tunix_reverb import specs
-from tunix_reverb.agents.vtrace import builder
-from tunix_reverb.agents.vtrace import config as config_lib
+from tunix_reverb.agents import builder
+from tunix_reverb.agents import config as config_lib
 from tunix_reverb.replay import columns as columns_lib
 from tunix_reverb.replay import entries
 from tunix_reverb.replay import tables

@@ -15,8 +15,8 @@ from launch import experiment
 from launch import supervisor as supervisor_lib
 from launch import topology
 from tunix_reverb import errors
-from tunix_reverb.agents.vtrace import config as config_lib
-from tunix_reverb.agents.vtrace import flat
+from tunix_reverb.agents import config as config_lib
+from tunix_reverb.agents import flat
 from tunix_reverb.telemetry import reader
 from tunix_reverb.telemetry import run_state
 
@@ -470,7 +470,7 @@ _FULL_DISK = """
 import pathlib, resource, signal, sys
 from launch import experiment
 from tunix_reverb import errors
-from tunix_reverb.agents.vtrace import flat
+from tunix_reverb.agents import flat
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
 try:

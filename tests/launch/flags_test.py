@@ -10,8 +10,8 @@ import pytest
 
 from launch import flags
 from tunix_reverb import errors
-from tunix_reverb.agents.vtrace import config as config_lib
-from tunix_reverb.agents.vtrace import flat
+from tunix_reverb.agents import config as config_lib
+from tunix_reverb.agents import flat
 
 # Renaming or removing one breaks users' scripts and saved configs: change
 # this list only on purpose.

@@ -9,8 +9,8 @@ import pytest
 import sweeper_rig
 
 from tunix_reverb import errors
-from tunix_reverb.agents.vtrace import builder
-from tunix_reverb.agents.vtrace import config as config_lib
+from tunix_reverb.agents import builder
+from tunix_reverb.agents import config as config_lib
 from tunix_reverb.replay import clients
 from tunix_reverb.replay import entries
 from tunix_reverb.replay import sweeper as sweeper_lib

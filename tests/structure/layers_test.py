@@ -81,7 +81,7 @@ def test_nothing_outside_reverb_client_loads_reverb_or_tensorflow(
 _LIGHT = [
   'tunix_reverb',
   'tunix_reverb.errors',
-  'tunix_reverb.agents.vtrace.config',
+  'tunix_reverb.agents.config',
   'launch.flags',
   'launch.app',
 ]

@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from tunix_reverb import errors
-from tunix_reverb.agents.vtrace import config as config_lib
+from tunix_reverb.agents import config as config_lib
 
 
 def scalar_fields() -> dict[str, tuple[str | None, dataclasses.Field]]:

@@ -9,9 +9,9 @@ from typing import Any
 
 from tunix_reverb import core
 from tunix_reverb import errors
-from tunix_reverb.agents.vtrace import builder
-from tunix_reverb.agents.vtrace import config as config_lib
-from tunix_reverb.agents.vtrace import flat
+from tunix_reverb.agents import builder
+from tunix_reverb.agents import config as config_lib
+from tunix_reverb.agents import flat
 from tunix_reverb.learner import checkpoints
 from tunix_reverb.learner import learner as learner_lib
 from tunix_reverb.learner import publisher as publisher_lib

@@ -22,7 +22,7 @@ from tunix_reverb import types
 from tunix_reverb.actor import admission as admitted_loop
 from tunix_reverb.actor import loop as loop_lib
 from tunix_reverb.actor import policy as policy_lib
-from tunix_reverb.agents.vtrace import config as config_lib
+from tunix_reverb.agents import config as config_lib
 from tunix_reverb.batching import buckets as buckets_lib
 from tunix_reverb.batching import packer as packer_lib
 from tunix_reverb.environments import factory
