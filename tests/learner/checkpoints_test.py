@@ -163,7 +163,12 @@ def test_refuses_a_template_of_another_shape(open_checkpointer):
   _save(checkpointer, 1)
   template = _state(0)
   template['params']['kernel'] = jnp.zeros((40, 31))
-  with pytest.raises(errors.CheckpointError, match=r'tried 1 \('):
+  difference = (
+    r'tried 1 \(1 arrays differ .* '
+    r"\['params'\]\['kernel'\]: float32\[40, 30\] saved, "
+    r'float32\[40, 31\] wanted'
+  )
+  with pytest.raises(errors.CheckpointError, match=difference):
     checkpointer.restore_latest(template)
 
 

@@ -24,6 +24,7 @@ from tunix_reverb import errors
 from tunix_reverb import types
 
 _SEAL = 'checksums.json'
+_LEAVES = 'leaves.json'
 _TMP_MARK = '.orbax-checkpoint-tmp'
 _READ_BYTES = 1 << 22
 
@@ -98,7 +99,10 @@ class LearnerCheckpointer:
     self._damaged.discard(step)
     self._saving = path
     self._thread = threading.Thread(
-      target=self._finish, args=(path,), name='checkpoint_seal', daemon=True
+      target=self._finish,
+      args=(path, _leaves(state)),
+      name='checkpoint_seal',
+      daemon=True,
     )
     self._thread.start()
     return True
@@ -161,6 +165,7 @@ class LearnerCheckpointer:
     )
 
     def restore(path: pathlib.Path) -> tuple[types.Nest, Metadata]:
+      _check_leaves(path, template)
       restored = self._checkpointer.restore(
         path,
         args=self._ocp.args.Composite(
@@ -206,10 +211,11 @@ class LearnerCheckpointer:
       + '; '.join(reasons)
     )
 
-  def _finish(self, path: pathlib.Path) -> None:
+  def _finish(self, path: pathlib.Path, leaves: Mapping[str, str]) -> None:
     """Background thread: waits for the files, seals them, tidies up."""
     try:
       self._checkpointer.wait_until_finished()
+      (path / _LEAVES).write_text(json.dumps(leaves), encoding='utf-8')
       _seal(path)
       self._prune()
     # Told by `check`, `save` or `wait`: a full disk must not end the training.
@@ -256,6 +262,34 @@ class LearnerCheckpointer:
       f'checkpoint {path} could not be written: {_one_line(cause)}; free '
       'space or make the directory writable. The newest complete checkpoint '
       f'is {steps[-1] if steps else "none"}'
+    )
+
+
+def _leaves(state: types.Nest) -> dict[str, str]:
+  """Path of each leaf -> its global shape and dtype."""
+  return {
+    jax.tree_util.keystr(path): f'{x.dtype}{list(x.shape)}'
+    for path, x in jax.tree_util.tree_flatten_with_path(state)[0]
+  }
+
+
+def _check_leaves(path: pathlib.Path, template: types.Nest) -> None:
+  """Raises `ValueError` unless the state of a checkpoint fits the template.
+
+  Before Orbax sees it, whose reads under way outlive a refusal of its own.
+  """
+  saved = json.loads((path / _LEAVES).read_text(encoding='utf-8'))
+  wanted = _leaves(template)
+  differences = [
+    f'{name}: {saved.get(name, "none")} saved, '
+    f'{wanted.get(name, "none")} wanted'
+    for name in sorted(saved.keys() | wanted.keys())
+    if saved.get(name) != wanted.get(name)
+  ]
+  if differences:
+    raise ValueError(
+      f'{len(differences)} arrays differ from those of this run, among them '
+      + '; '.join(differences[:3])
     )
 
 
