@@ -6,6 +6,8 @@
   atari:<game>                ale-py, e.g. atari:Pong (see `atari`)
   dm_control:<domain>/<task>  e.g. dm_control:cartpole/balance
   envpool:<id>                envpool, e.g. envpool:CartPole-v1
+  tokens:<task>               for a transformer: tokens:copy, tokens:reverse, or
+                              tokens:reverse/8 (prompts of 2 to 8 symbols)
   <module>:<factory>          a user's own: `factory(seed=...)` in an importable
                               module returns a `dm_env.Environment`
 
@@ -34,6 +36,7 @@ from tunix_reverb import errors
 from tunix_reverb import specs as specs_lib
 from tunix_reverb.environments import canonical
 from tunix_reverb.environments import catch
+from tunix_reverb.environments import token_task
 from tunix_reverb.environments import vector
 
 MODES = ('vectorised', 'asynchronous')
@@ -257,6 +260,7 @@ _LOADERS: dict[str, Callable[[str, int], dm_env.Environment]] = {
   'atari': _load_atari,
   'dm_control': _load_dm_control,
   'envpool': _load_envpool,
+  'tokens': token_task.make,
 }
 
 

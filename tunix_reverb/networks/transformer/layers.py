@@ -14,13 +14,13 @@ size, D model size, f = F / tensor MLP features.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from tunix_reverb.networks.transformer import attention as attention_lib
 from tunix_reverb.networks.transformer import config as config_lib
 from tunix_reverb.networks.transformer import rope
 from tunix_reverb.sharding import positions
@@ -41,6 +41,11 @@ class Row(NamedTuple):
 
 
 Params = Mapping[str, jax.Array]
+# `attention.Attention`, or what stands in for it: (queries, keys, values, their
+# segment ids) -> outputs.
+Attention = Callable[
+  [jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array
+]
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
@@ -66,7 +71,7 @@ def block(
   row: Row,
   *,
   config: config_lib.TransformerConfig,
-  attention: attention_lib.Attention,
+  attention: Attention,
 ) -> jax.Array:
   """Attention and MLP, each added to what comes in.
 
@@ -75,7 +80,7 @@ def block(
     x: [b, o, D].
     row: of the batch.
     config: of the model.
-    attention: for the mesh.
+    attention: for the mesh, or over a cache.
 
   Returns:
     [b, o, D].
@@ -89,7 +94,7 @@ def _attend(
   x: jax.Array,
   row: Row,
   config: config_lib.TransformerConfig,
-  attention: attention_lib.Attention,
+  attention: Attention,
 ) -> jax.Array:
   normed = rms_norm(x, params['attention_norm'], config.norm_epsilon)
   normed = positions.shard_from_own(normed.astype(x.dtype))  # [b, l, D]
