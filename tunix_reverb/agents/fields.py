@@ -20,7 +20,7 @@ def field(default: Any, help_text: str, choices: tuple[str, ...] = ()) -> Any:
 
 
 def require(condition: bool, name: str, value: Any, rule: str) -> None:
-  """Raises errors.UserError, "<name> (<value>) must <rule>", unless it is so."""
+  """Raises errors.UserError unless it is so: <name> (<value>) must <rule>."""
   if not condition:
     raise errors.UserError(f'{name} ({value!r}) must {rule}')
 
