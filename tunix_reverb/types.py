@@ -122,6 +122,9 @@ class Batch(NamedTuple):
       first position, by segment id - 1 (M is the most segments a row holds);
       `()` for feed-forward networks.
     turn_id: i32 [B, L], `()` for agents without turns.
+    is_rejected: bool [B, L], True on transitions that are too old to learn
+      from. They stay in the loss's denominator, so that the others do not weigh
+      more. `()` if there are none.
   """
 
   observation: Nest
@@ -135,6 +138,7 @@ class Batch(NamedTuple):
   segment_positions: Any
   core_state: Nest
   turn_id: Any = ()
+  is_rejected: Any = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -264,7 +264,8 @@ _TRAIN = textwrap.dedent("""
     import jax
     import numpy as np
     from tunix_reverb import specs, types
-    from tunix_reverb.learner import checkpoints, optimiser, update
+    from tunix_reverb.learner import (
+        checkpoints, objectives, optimiser, update)
     from tunix_reverb.networks import policy_network
     from tunix_reverb.sharding import mesh as mesh_lib
 
@@ -279,9 +280,10 @@ _TRAIN = textwrap.dedent("""
         learning_rate=1e-2, learning_rate_end=0.0, decay_steps=20,
         max_grad_norm=1.0)
     mesh = mesh_lib.make_mesh(jax.devices()[:1], data=1)
-    step_fn = update.make_update(network, adam, mesh, update.LossConfig())
+    objective = objectives.policy_objective(network, objectives.LossConfig())
+    step_fn = update.make_update(objective, adam, mesh)
     checkpointer = checkpoints.LearnerCheckpointer(directory, max_to_keep=2)
-    state = update.init_state(network, adam, mesh, key=jax.random.PRNGKey(0))
+    state = update.init_state(objective, adam, mesh, key=jax.random.PRNGKey(0))
     if mode == 'resume':
       state, metadata = checkpointer.restore_latest(state)
       assert metadata == {'step': int(first)}

@@ -77,7 +77,7 @@ class _Feed:
 
   def _place(self, batch):
     self.placed.append(batch)
-    return batch._replace(reward=batch.reward + 1000, loss_mask='on devices')
+    return batch._replace(reward=batch.reward + 1000, is_rejected='on devices')
 
   def _on_item(self):
     self.items_seen += 1
@@ -102,14 +102,14 @@ def _item(lengths, **kwargs):
   return test_utils.trajectories(lengths, **kwargs)
 
 
-def test_batches_are_placed_and_their_loss_mask_stays_on_the_host(make):
+def test_batches_are_placed(make):
   one = make([_item([7, 7])])
   packed = next(one.feed)
   assert packed.segments.length.tolist() == [7, 7]
   assert packed.bucket == 8
   (placed,) = one.placed
   np.testing.assert_array_equal(packed.batch.reward, placed.reward + 1000)
-  assert packed.batch.loss_mask is placed.loss_mask
+  assert packed.batch.is_rejected == 'on devices'
   assert one.items_seen == 1
   assert one.drops.seen_total == 2
 

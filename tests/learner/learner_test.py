@@ -7,6 +7,7 @@ import threading
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,6 +17,7 @@ from tunix_reverb import specs
 from tunix_reverb.batching import buckets as buckets_lib
 from tunix_reverb.batching import packer as packer_lib
 from tunix_reverb.learner import learner as learner_lib
+from tunix_reverb.learner import objectives
 from tunix_reverb.learner import optimiser as optimiser_lib
 from tunix_reverb.learner import publisher as publisher_lib
 from tunix_reverb.learner import test_utils
@@ -31,7 +33,7 @@ pytestmark = pytest.mark.standard_dtype_promotion
 
 _COLUMNS = specs.trajectories_spec(test_utils.SPEC)
 _BOUND = bound_lib.StalenessBound(max_policy_lag=5, max_age_s=100.0)
-_LOSS = update_lib.LossConfig(discount_factor=0.9, vtrace_lambda=0.9)
+_LOSS = objectives.LossConfig(discount_factor=0.9, vtrace_lambda=0.9)
 
 
 @functools.cache
@@ -55,10 +57,11 @@ def _parts(devices=1):
     decay_steps=100,
     max_grad_norm=1.0,
   )
+  objective = objectives.policy_objective(_network(), _LOSS)
   state = update_lib.init_state(
-    _network(), optimiser, mesh, key=jax.random.PRNGKey(0)
+    objective, optimiser, mesh, key=jax.random.PRNGKey(0)
   )
-  update = update_lib.make_update(_network(), optimiser, mesh, _LOSS)
+  update = update_lib.make_update(objective, optimiser, mesh)
   updates = {
     bucket.length: update.lower(
       state,
@@ -153,8 +156,8 @@ def _gradients(batch):
 
   @jax.jit
   def loss(params, batch):
-    sums = update_lib.batch_loss_sums(_network(), _LOSS, params, batch)
-    return update_lib.total_loss(_LOSS, sums, sums.num_transitions)
+    sums = objectives.batch_loss_sums(_network(), _LOSS, params, batch)
+    return _LOSS.total(sums, jnp.float32(17))
 
   return jax.grad(loss)(params, batch)
 
@@ -174,7 +177,8 @@ def test_what_is_too_old_at_the_last_moment_changes_nothing(cause):
   )
   assert learner.step() is not None
   (seen,) = capture.batches
-  assert seen.loss_mask.sum() == 7 + 3
+  assert seen.loss_mask.sum() == 5 + 7 + 3 + 2  # The loss's denominator.
+  assert seen.is_rejected.sum() == 5 + 2
   assert drops.by_cause()[cause] == 2
   assert sum(drops.by_cause().values()) == drops.by_decile().sum() == 2
   values = learner.report.take()

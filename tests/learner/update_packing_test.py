@@ -7,7 +7,7 @@ import pytest
 
 from tunix_reverb import specs
 from tunix_reverb import types
-from tunix_reverb.learner import update as update_lib
+from tunix_reverb.learner import objectives
 from tunix_reverb.networks import policy_network
 
 _VECTOR = dm_specs.Array((3,), np.float32)
@@ -19,7 +19,7 @@ _BOX = dm_specs.BoundedArray((2,), np.float32, -2.0, 1.0)
 _LENGTHS = (5, 2, 7, 1, 4)
 _ROW_LENGTH = 12
 
-_CONFIG = update_lib.LossConfig(
+_CONFIG = objectives.LossConfig(
   discount_factor=0.9,
   rho_bar=1.2,
   c_bar=1.0,
@@ -166,10 +166,10 @@ def test_packed_equals_unpacked(name):
 
   def evaluate(params, batch):
     count = np.float32(10)
-    loss = lambda p: update_lib.total_loss(
-      _CONFIG, update_lib.batch_loss_sums(network, _CONFIG, p, batch), count
+    loss = lambda p: _CONFIG.total(
+      objectives.batch_loss_sums(network, _CONFIG, p, batch), count
     )
-    sums = update_lib.batch_loss_sums(network, _CONFIG, params, batch)
+    sums = objectives.batch_loss_sums(network, _CONFIG, params, batch)
     return _outputs(network, params, batch), sums, jax.grad(loss)(params)
 
   results = {}

@@ -10,12 +10,13 @@ import pytest
 
 from tunix_reverb import specs
 from tunix_reverb import types
+from tunix_reverb.learner import objectives
 from tunix_reverb.learner import optimiser as optimiser_lib
 from tunix_reverb.learner import update as update_lib
 from tunix_reverb.networks import policy_network
 from tunix_reverb.sharding import mesh as mesh_lib
 
-_CONFIG = update_lib.LossConfig(discount_factor=0.9, vtrace_lambda=0.9)
+_CONFIG = objectives.LossConfig(discount_factor=0.9, vtrace_lambda=0.9)
 _ROWS, _LENGTH = 16, 10
 
 _MESHES = {
@@ -40,6 +41,10 @@ def _network(core='none'):
     core=core,
     core_size=4,
   )
+
+
+def _objective(config=_CONFIG):
+  return objectives.policy_objective(_network(), config)
 
 
 def _optimiser(decay_steps=10):
@@ -92,7 +97,7 @@ def _batch(seed=0, network=None, **overrides):
 def _update(mesh_name, config):
   """Compiled once for all tests: compiling is most of their time."""
   return update_lib.make_update(
-    _network(), _optimiser(), _mesh(mesh_name), config
+    _objective(config), _optimiser(), _mesh(mesh_name)
   )
 
 
@@ -100,7 +105,7 @@ def _update(mesh_name, config):
 def _initial_state():
   return jax.device_get(
     update_lib.init_state(
-      _network(), _optimiser(), _mesh(), key=jax.random.PRNGKey(0)
+      _objective(), _optimiser(), _mesh(), key=jax.random.PRNGKey(0)
     )
   )
 
@@ -125,7 +130,9 @@ def _gradients(mesh, network, batch):
   """Gradients, loss and sums as the update computes them."""
   params = jax.jit(network.init)(jax.random.PRNGKey(0))
   fn = mesh_lib.shard_map(
-    functools.partial(update_lib._gradients, network, _CONFIG),
+    functools.partial(
+      update_lib.mean_gradients, objectives.policy_objective(network, _CONFIG)
+    ),
     mesh=mesh,
     in_specs=(mesh_lib.replicated_spec(), mesh_lib.batch_spec()),
     out_specs=mesh_lib.replicated_spec(),
@@ -168,7 +175,7 @@ def test_gradients_are_those_of_the_mean_over_all_transitions():
   params = jax.jit(network.init)(jax.random.PRNGKey(0))
 
   def loss(params):
-    sums = update_lib.batch_loss_sums(network, _CONFIG, params, batch)
+    sums = objectives.batch_loss_sums(network, _CONFIG, params, batch)
     return (
       sums.pg_loss + 0.5 * sums.baseline_loss - 0.01 * sums.entropy
     ) / np.float32(counts.sum())
@@ -218,15 +225,15 @@ def test_learning_rate_falls_linearly_and_stays():
 
 
 def test_clip_bounds_the_global_norm():
-  transform = optimiser_lib.clip_by_global_norm(0.5, mesh_lib.replicated_spec())
+  transform = optimiser_lib.clip_by_global_norm(0.5)
   for scale, expected in ((1e-3, 5e-3), (1e3, 0.5)):
     gradients = {
       'a': np.full(9, scale, np.float32),
       'b': np.full(16, scale, np.float32),
     }
-    clipped, _ = transform.update(gradients, (), None)
-    norm = mesh_lib.global_norm(clipped, mesh_lib.replicated_spec())
-    np.testing.assert_allclose(norm, expected, rtol=1e-5)
+    norm = lambda x: mesh_lib.global_norm(x, mesh_lib.replicated_spec())
+    clipped, _ = transform.update(gradients, (), grad_norm=norm(gradients))
+    np.testing.assert_allclose(norm(clipped), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize('bad', [np.nan, np.inf])
@@ -257,7 +264,7 @@ def _assert_equal(a, b):
 
 
 def test_reward_clip():
-  config = update_lib.LossConfig(reward_clip=0.5)
+  config = objectives.LossConfig(reward_clip=0.5)
   batch = _batch()
   clipped = batch._replace(reward=np.clip(batch.reward, -0.5, 0.5))
   _assert_equal(
@@ -296,6 +303,29 @@ def test_padding_contributes_nothing():
   _assert_close(_run(None, [longer]), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_what_is_rejected_counts_in_the_denominator_only():
+  """Half the gradient when half of the transitions are rejected."""
+  batch = _batch(loss_mask=np.ones((_ROWS, _LENGTH), bool))
+  twice = jax.tree_util.tree_map(
+    lambda x: np.concatenate([x, x + np.ones_like(x)]), batch
+  )
+  twice = twice._replace(
+    segment_ids=np.tile(batch.segment_ids, (2, 1)),
+    segment_positions=np.tile(batch.segment_positions, (2, 1)),
+    is_rejected=np.arange(2 * _ROWS)[:, None].repeat(_LENGTH, 1) >= _ROWS,
+  )
+  network = _network()
+  for name in (None, '2122'):
+    whole, loss, sums = _gradients(_mesh(name), network, batch)
+    half, half_loss, half_sums = _gradients(_mesh(name), network, twice)
+    _assert_close(
+      half, jax.tree_util.tree_map(lambda g: g / 2, whole), rtol=1e-5, atol=1e-7
+    )
+    np.testing.assert_allclose(2 * half_loss, loss, rtol=1e-6)
+    assert half_sums.count == 2 * sums.count
+    assert half_sums.accepted.num_transitions == sums.count
+
+
 def test_truncation_bootstraps_and_leaks_nothing():
   """Scaling a truncated segment's neighbour must not move its gradient."""
   network = _network()
@@ -308,7 +338,7 @@ def test_truncation_bootstraps_and_leaks_nothing():
   quiet = batch._replace(loss_mask=first)
   _assert_equal(_run(None, [loud]), _run(None, [quiet]))
   params = jax.jit(network.init)(jax.random.PRNGKey(0))
-  sums = lambda b: update_lib.batch_loss_sums(network, _CONFIG, params, b)
+  sums = lambda b: objectives.batch_loss_sums(network, _CONFIG, params, b)
   terminated = quiet._replace(discount=np.zeros_like(batch.discount))
   assert sums(terminated).baseline_loss != sums(quiet).baseline_loss
 
@@ -327,13 +357,15 @@ def test_batch_without_anything_to_learn_is_a_no_op(mesh):
 
 
 def test_update_compiles_ahead_and_donates():
-  network, optimiser, mesh = _network(), _optimiser(), _mesh('8111')
-  update = update_lib.make_update(network, optimiser, mesh, _CONFIG)
+  objective, optimiser, mesh = _objective(), _optimiser(), _mesh('8111')
+  update = update_lib.make_update(objective, optimiser, mesh)
   batch = mesh_lib.place_batch(_batch(), mesh)
+  compiled = update.lower(
+    update_lib.abstract_state(objective, optimiser, mesh), batch
+  ).compile()
   state = update_lib.init_state(
-    network, optimiser, mesh, key=jax.random.PRNGKey(0)
+    objective, optimiser, mesh, key=jax.random.PRNGKey(0)
   )
-  compiled = update.lower(state, batch).compile()
   old = jax.tree_util.tree_leaves(state.params)[0]
   for _ in range(2):
     state, _ = compiled(state, batch)
@@ -348,11 +380,12 @@ def test_key_is_never_reused():
 
 def test_learns_a_bandit():
   """Action 1 pays; on-policy batches sampled from the current params."""
-  network, optimiser, mesh = _network(), _optimiser(decay_steps=1000), _mesh()
-  update = update_lib.make_update(network, optimiser, mesh, _CONFIG)
+  objective, optimiser, mesh = _objective(), _optimiser(1000), _mesh()
+  update = update_lib.make_update(objective, optimiser, mesh)
   state = update_lib.init_state(
-    network, optimiser, mesh, key=jax.random.PRNGKey(1)
+    objective, optimiser, mesh, key=jax.random.PRNGKey(1)
   )
+  network = _network()
   shape = (_ROWS, _LENGTH)
   ids = np.repeat(np.arange(1, 6, dtype=np.int32), 2)[None].repeat(_ROWS, 0)
   positions = np.tile(np.arange(2, dtype=np.int32), (_ROWS, 5))

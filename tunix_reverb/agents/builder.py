@@ -1,4 +1,4 @@
-"""Wires the parts of the V-trace agent together: the one composition root.
+"""Wires the parts of an agent together: the one composition root.
 
 Every role builds its parts here, from the same config, so that they agree.
 """
@@ -17,12 +17,14 @@ import jax
 import numpy as np
 
 from tunix_reverb import core
+from tunix_reverb import errors
 from tunix_reverb import specs
 from tunix_reverb import types
 from tunix_reverb.actor import admission as admitted_loop
 from tunix_reverb.actor import loop as loop_lib
-from tunix_reverb.actor import policy as policy_lib
+from tunix_reverb.agents import agent as agent_lib
 from tunix_reverb.agents import config as config_lib
+from tunix_reverb.agents import learner_config
 from tunix_reverb.batching import buckets as buckets_lib
 from tunix_reverb.batching import packer as packer_lib
 from tunix_reverb.environments import factory
@@ -33,7 +35,6 @@ from tunix_reverb.learner import learner as learner_lib
 from tunix_reverb.learner import optimiser as optimiser_lib
 from tunix_reverb.learner import publisher as publisher_lib
 from tunix_reverb.learner import update as update_lib
-from tunix_reverb.networks import policy_network
 from tunix_reverb.replay import adder as adder_lib
 from tunix_reverb.replay import clients
 from tunix_reverb.replay import tables
@@ -48,35 +49,20 @@ _ACTOR_SEED_STRIDE = 10_007
 _EVALUATOR_SEED = 5_000_011
 
 
-@dataclasses.dataclass(frozen=True)
-class AgentSpec:
-  """What every role derives from the config alone.
+def make_agent(config: config_lib.ExperimentConfig) -> agent_lib.Agent:
+  """The agent that `config` names, for its environment.
 
-  Attributes:
-    environment: specs of one environment.
-    network: the policy network.
-    columns: `specs.ColumnSpec` of every column of an item.
+  Raises:
+    errors.UserError: the environment is not one for it.
   """
+  # Here, because not everybody has the libraries of every agent.
+  if config.agent == 'transformer':
+    from tunix_reverb.agents.transformer import agent as transformer_agent
 
-  environment: specs.EnvironmentSpec
-  network: policy_network.PolicyNetwork
-  columns: types.Trajectories
+    return transformer_agent.make_agent(config)
+  from tunix_reverb.agents.vtrace import agent as vtrace_agent
 
-
-def make_agent_spec(config: config_lib.ExperimentConfig) -> AgentSpec:
-  """Makes one environment to read its specs, and the network for them."""
-  environment_spec = factory.environment_spec(
-    config.environment, seed=config.seed
-  )
-  network = policy_network.make_policy_network(
-    environment_spec,
-    torso=config.network.torso,
-    hidden_sizes=config.network.hidden_sizes,
-    core=config.network.core,
-    core_size=config.network.core_size,
-  )
-  columns = specs.trajectories_spec(environment_spec, network.core_state_spec())
-  return AgentSpec(environment_spec, network, columns)
+  return vtrace_agent.make_agent(config)
 
 
 def make_table_config(
@@ -139,7 +125,7 @@ def make_sweeper(
 
 def make_actor_loop(
   config: config_lib.ExperimentConfig,
-  agent: AgentSpec,
+  agent: agent_lib.Agent,
   *,
   actor_id: int,
   writer: core.ItemWriter,
@@ -171,8 +157,7 @@ def make_actor_loop(
     seed=seed,
     timeout_s=config.actor.environment_timeout_s,
   )
-  adder = adder_lib.TrajectoryAdder(
-    columns=agent.columns,
+  adder = agent.make_adder(
     num_environments=num,
     trajectory_length=config.actor.trajectory_length,
     writer=writer,
@@ -181,8 +166,8 @@ def make_actor_loop(
     item_age_s=config.actor.item_age_s,
     keep_waiting=keep_waiting,
   )
-  policy = policy_lib.BatchedPolicy(
-    agent.network,
+  policy = agent.make_policy(
+    config,
     num_environments=num,
     seed=seed,
     independent=permits is not None,
@@ -217,10 +202,10 @@ def _item_transitions(
 
 def make_evaluator(
   config: config_lib.ExperimentConfig,
-  agent: AgentSpec,
+  agent: agent_lib.Agent,
   *,
   num_environments: int,
-) -> tuple[core.VectorEnvironment, policy_lib.BatchedPolicy]:
+) -> tuple[core.VectorEnvironment, Any]:
   """Environments and a greedy policy for evaluation."""
   environment = factory.make_vector(
     config.environment,
@@ -229,8 +214,8 @@ def make_evaluator(
     seed=config.seed + _EVALUATOR_SEED,
     timeout_s=config.actor.environment_timeout_s,
   )
-  policy = policy_lib.BatchedPolicy(
-    agent.network,
+  policy = agent.make_policy(
+    config,
     num_environments=num_environments,
     seed=config.seed,
     greedy=True,
@@ -245,55 +230,81 @@ class LearnerParts:
   Attributes:
     mesh: the device mesh.
     buckets: batch shapes; rows divide over the mesh.
+    batch_spec: how a batch lies on the mesh.
     state: fresh `update.LearnerState` on the mesh.
     updates: compiled update by row length.
   """
 
   mesh: jax.sharding.Mesh
   buckets: tuple[buckets_lib.Bucket, ...]
+  batch_spec: mesh_lib.PartitionSpec
   state: update_lib.LearnerState
   updates: Mapping[int, learner_lib.CompiledUpdate]
 
 
 def make_learner_parts(
   config: config_lib.ExperimentConfig,
-  agent: AgentSpec,
+  agent: agent_lib.Agent,
   *,
   devices: Sequence[jax.Device] | None = None,
 ) -> LearnerParts:
   """Makes the mesh and the state, and compiles the update of every bucket.
 
   Raises:
-    ValueError: `data_axis` asks for more devices than there are.
+    errors.UserError: the mesh does not fit the devices, or the model.
   """
-  devices = list(devices or jax.devices())
-  data = config.learner.data_axis or len(devices)
-  if data > len(devices):
-    raise ValueError(
-      f'data_axis ({data}) must be <= the devices there are ({len(devices)})'
-    )
-  mesh = mesh_lib.make_mesh(devices[:data], data=data)
-  state = _init_state(config, agent, mesh)
-  update = update_lib.make_update(
-    agent.network,
-    _optimiser(config.learner),
-    mesh,
-    _loss_config(config.learner),
+  mesh = make_mesh(config.mesh, list(devices or jax.devices()))
+  try:
+    objective = agent.make_objective(config, mesh)
+  except ValueError as e:
+    raise errors.UserError(str(e)) from e
+  optimiser = _optimiser(config.learner)
+  state = update_lib.init_state(
+    objective, optimiser, mesh, key=jax.random.PRNGKey(config.seed)
   )
-  buckets = make_buckets(config, row_multiple=mesh_lib.num_batch_shards(mesh))
-  updates = {
-    bucket.length: update.lower(
-      state,
-      mesh_lib.place_batch(packer_lib.empty_batch(bucket, agent.columns), mesh),
-    ).compile()
-    for bucket in buckets
-  }
-  return LearnerParts(mesh, buckets, state, updates)
+  num_micro_batches = config.learner.num_micro_batches
+  update = update_lib.make_update(
+    objective, optimiser, mesh, num_micro_batches=num_micro_batches
+  )
+  buckets = make_buckets(
+    config, row_multiple=mesh_lib.num_batch_shards(mesh) * num_micro_batches
+  )
+  updates = {}
+  for bucket in buckets:
+    batch = packer_lib.empty_batch(bucket, agent.columns)
+    batch = mesh_lib.place_batch(batch, mesh, objective.batch_spec)
+    updates[bucket.length] = update.lower(state, batch).compile()
+  return LearnerParts(mesh, buckets, objective.batch_spec, state, updates)
+
+
+def make_mesh(
+  config: learner_config.MeshConfig, devices: Sequence[jax.Device]
+) -> jax.sharding.Mesh:
+  """Arranges as many of `devices` as the config's axes ask for.
+
+  Raises:
+    errors.UserError: there are too few.
+  """
+  rest = config.fsdp_axis * config.sequence_axis * config.tensor_axis
+  data = config.data_axis or max(1, len(devices) // rest)
+  if data * rest > len(devices):
+    raise errors.UserError(
+      f'data_axis * fsdp_axis * sequence_axis * tensor_axis ({data * rest}) '
+      f'must be <= the devices there are ({len(devices)}); virtual_devices '
+      'splits a CPU into more'
+    )
+  return mesh_lib.make_mesh(
+    devices[: data * rest],
+    data=data,
+    fsdp=config.fsdp_axis,
+    sequence=config.sequence_axis,
+    tensor=config.tensor_axis,
+  )
 
 
 def make_feed(
   config: config_lib.ExperimentConfig,
-  agent: AgentSpec,
+  agent: agent_lib.Agent,
   parts: LearnerParts,
   *,
   sampler: core.ItemSampler,
@@ -312,10 +323,13 @@ def make_feed(
       max_trajectories=(
         0 if admission is None else config.trajectories_per_update
       ),
+      num_shards=mesh_lib.num_batch_shards(parts.mesh),
     ),
     bound=make_bound(config),
     drops=drops,
-    place=lambda batch: mesh_lib.place_batch(batch, parts.mesh),
+    place=lambda batch: mesh_lib.place_batch(
+      batch, parts.mesh, parts.batch_spec
+    ),
     learner_version=learner_version,
     prefetch_batches=config.batch.prefetch_batches,
     on_item=on_item,
@@ -397,7 +411,7 @@ def make_learner(
 
 def load_variables(
   config: config_lib.ExperimentConfig,
-  agent: AgentSpec,
+  agent: agent_lib.Agent,
   directory: pathlib.Path,
 ) -> types.Variables:
   """The params of a run's newest loadable learner checkpoint.
@@ -416,7 +430,9 @@ def load_variables(
   checkpointer = checkpoints.LearnerCheckpointer(directory, max_to_keep=1)
   try:
     state, metadata = checkpointer.restore_latest(
-      _init_state(config, agent, mesh)
+      update_lib.abstract_state(
+        agent.make_objective(config, mesh), _optimiser(config.learner), mesh
+      )
     )
   finally:
     checkpointer.close(timeout_s=1.0)
@@ -431,36 +447,12 @@ def checkpoint_dir(run_dir: pathlib.Path) -> pathlib.Path:
   return run_dir / 'checkpoints' / 'learner'
 
 
-def _init_state(
-  config: config_lib.ExperimentConfig, agent: AgentSpec, mesh: Any
-) -> update_lib.LearnerState:
-  return update_lib.init_state(
-    agent.network,
-    _optimiser(config.learner),
-    mesh,
-    key=jax.random.PRNGKey(config.seed),
-  )
-
-
 def _optimiser(
-  learner: config_lib.LearnerConfig,
+  learner: learner_config.LearnerConfig,
 ) -> optimiser_lib.Optimiser:
   return optimiser_lib.make_optimiser(
     learning_rate=learner.learning_rate,
     learning_rate_end=learner.learning_rate_end,
     decay_steps=learner.learning_rate_decay_steps,
     max_grad_norm=learner.max_grad_norm,
-  )
-
-
-def _loss_config(learner: config_lib.LearnerConfig) -> Any:
-  return update_lib.LossConfig(
-    discount_factor=learner.discount_factor,
-    rho_bar=learner.rho_bar,
-    c_bar=learner.c_bar,
-    vtrace_lambda=learner.vtrace_lambda,
-    baseline_cost=learner.baseline_cost,
-    entropy_cost=learner.entropy_cost,
-    reward_clip=learner.reward_clip,
-    reward_scale=learner.reward_scale,
   )

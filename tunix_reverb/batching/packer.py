@@ -341,6 +341,7 @@ class _BatchBuilder:
       segment_ids=reshape(self._segment_ids),
       segment_positions=reshape(self._positions),
       core_state=self._core_state,
+      is_rejected=np.zeros(shape, np.bool_),
       **{name: reshape(a) for name, a in self._transitions.items()},
     )
 

@@ -32,11 +32,7 @@ _ADMISSION_POLL_S = 0.01
 
 
 class Feed(Iterator[types.PackedBatch | None]):
-  """An iterator of packed batches; yields None when none came in time.
-
-  `loss_mask` stays on the host: the learner's last staleness check may still
-  clear parts of it.
-  """
+  """An iterator of packed batches; yields None when none came in time."""
 
   def __init__(
     self,
@@ -170,9 +166,7 @@ class Feed(Iterator[types.PackedBatch | None]):
   def _emit(self, packed: types.PackedBatch | None) -> None:
     if packed is None:
       return
-    host_mask = packed.batch.loss_mask
-    batch = self._place(packed.batch)._replace(loss_mask=host_mask)
-    packed = dataclasses.replace(packed, batch=batch)
+    packed = dataclasses.replace(packed, batch=self._place(packed.batch))
     if not self._hand_over(packed):
       self._drops.drop('shutdown', packed.segments.length)
 

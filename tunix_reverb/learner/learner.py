@@ -209,7 +209,7 @@ class PackedLearner(core.Learner):
   def _screen(
     self, packed: types.PackedBatch, now_s: float
   ) -> types.PackedBatch | None:
-    """The last staleness check: clears the loss mask of what is too old."""
+    """The last staleness check: marks what is too old as rejected."""
     segments = packed.segments
     causes = self._bound.causes(
       segments.policy_version,
@@ -223,14 +223,14 @@ class PackedLearner(core.Learner):
     fresh = causes == bound_lib.FRESH
     if not fresh.any():
       return None
-    mask = np.array(packed.batch.loss_mask)
+    is_rejected = np.zeros(packed.batch.segment_ids.shape, np.bool_)
     for row, start, length in zip(
       segments.row[~fresh], segments.start[~fresh], segments.length[~fresh]
     ):
-      mask[row, start : start + length] = False
+      is_rejected[row, start : start + length] = True
     return dataclasses.replace(
       packed,
-      batch=packed.batch._replace(loss_mask=mask),
+      batch=packed.batch._replace(is_rejected=is_rejected),
       segments=_select(segments, fresh),
     )
 

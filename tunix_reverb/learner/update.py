@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Mapping
-import dataclasses
 import functools
 from typing import Any
 from typing import NamedTuple
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from tunix_reverb import types
+from tunix_reverb.learner import objectives
 from tunix_reverb.learner import optimiser as optimiser_lib
 from tunix_reverb.ops import losses
+from tunix_reverb.sharding import gradients
 from tunix_reverb.sharding import mesh as mesh_lib
-
-if TYPE_CHECKING:  # Flax is imported by who makes the network.
-  from tunix_reverb.networks import policy_network
+from tunix_reverb.sharding import shards
 
 METRIC_NAMES = (
   'loss',
@@ -41,26 +39,13 @@ METRIC_NAMES = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LossConfig:
-  """Constants of the loss; `LearnerConfig` explains and validates each."""
-
-  discount_factor: float = 0.99
-  rho_bar: float = 1.0
-  c_bar: float = 1.0
-  vtrace_lambda: float = 1.0
-  baseline_cost: float = 0.5
-  entropy_cost: float = 0.01
-  reward_clip: float = 0.0
-  reward_scale: float = 1.0
-
-
 class LearnerState(NamedTuple):
-  """Everything that a resumed learner needs, replicated over the mesh.
+  """Everything that a resumed learner needs.
 
   Attributes:
-    params: of the network.
-    optimiser_state: of the optimiser.
+    params: global arrays, split as the objective says.
+    optimiser_state: of the optimiser; what it keeps per param is split alike,
+      and all else, here and below, is whole on every device.
     learner_step: i32 [], updates done, skipped ones included.
     key: uint32 [2], PRNG key; each update leaves a new one behind.
     non_finite_updates: i32 [], updates skipped in a row up to now.
@@ -75,115 +60,146 @@ class LearnerState(NamedTuple):
   non_finite_total: jax.Array
 
 
+class Sums(NamedTuple):
+  """Sums over the whole global batch, the same on every device.
+
+  Attributes:
+    accepted: over the transitions that are not rejected.
+    count: the loss's denominator: rejected ones count, and it is at least 1.
+  """
+
+  accepted: losses.LossSums
+  count: jax.Array
+
+
 Metrics = Mapping[str, jax.Array]
 Update = Callable[[LearnerState, types.Batch], tuple[LearnerState, Metrics]]
 
 
+def abstract_state(
+  objective: objectives.Objective,
+  optimiser: optimiser_lib.Optimiser,
+  mesh: jax.sharding.Mesh,
+) -> LearnerState:
+  """What `init_state` returns as `jax.ShapeDtypeStruct`, shardings included.
+
+  An update can be lowered for it and a checkpoint restored like it, neither of
+  which needs memory for a state that is never used.
+  """
+  return jax.tree_util.tree_map(
+    lambda x, sharding: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=sharding
+    ),
+    _state_shapes(objective, optimiser),
+    shards.shardings(mesh, _state_specs(objective, optimiser)),
+  )
+
+
 def init_state(
-  network: policy_network.PolicyNetwork,
+  objective: objectives.Objective,
   optimiser: optimiser_lib.Optimiser,
   mesh: jax.sharding.Mesh,
   *,
   key: jax.Array,
 ) -> LearnerState:
-  """A fresh state on every device of the mesh."""
-  sharding = jax.sharding.NamedSharding(mesh, mesh_lib.replicated_spec())
-  init = functools.partial(_fresh_state, network, optimiser)
-  return jax.jit(init, out_shardings=sharding)(key)
+  """A fresh state, made on the mesh in shards, by `objective.param_specs`."""
+  shardings = jax.tree_util.tree_map(
+    lambda x: x.sharding, abstract_state(objective, optimiser, mesh)
+  )
+  init = functools.partial(_fresh_state, objective, optimiser)
+  return jax.jit(init, out_shardings=shardings)(key)
 
 
 def make_update(
-  network: policy_network.PolicyNetwork,
+  objective: objectives.Objective,
   optimiser: optimiser_lib.Optimiser,
   mesh: jax.sharding.Mesh,
-  loss_config: LossConfig,
+  *,
+  num_micro_batches: int = 1,
 ) -> Update:
   """Compiles to one `shard_map` over the mesh; the state is donated.
 
   Loss and gradients are means over the transitions of the whole global batch
-  whose `loss_mask` is True. An update whose loss or gradient norm is not
-  finite leaves params and optimiser state as they were and is counted.
+  whose `loss_mask` is True; those of them that are rejected count as zeros. An
+  update whose loss or gradient norm is not finite leaves params and optimiser
+  state as they were, on all devices, and is counted.
 
   Args:
-    network: the policy network.
-    optimiser: built for the same param specs.
+    objective: what to optimise.
+    optimiser: of its params.
     mesh: see `mesh.make_mesh`; a batch has B global rows, a multiple of
       `mesh.num_batch_shards(mesh)`.
-    loss_config: constants of the loss.
+    num_micro_batches: divides the rows of a device; only one micro-batch's
+      activations exist at a time.
 
   Returns:
-    A jitted function of (state, batch); metrics are f32 [] by METRIC_NAMES. It
-    can be lowered and compiled ahead of time for each bucket.
+    A jitted function of (state, batch), laid out as `abstract_state` and
+    `objective.batch_spec` say; metrics are f32 [] by METRIC_NAMES. It can be
+    lowered and compiled ahead of time for each bucket.
   """
-  gradients = functools.partial(_gradients, network, loss_config)
+  specs = _state_specs(objective, optimiser)
 
-  # Per-device shapes inside: state whole, batch [B / (data * fsdp), L, ...].
+  # Per-device shapes inside: the state in shards, the batch's rows (and, of
+  # tokens, positions) of this device.
   def update(state, batch):
-    grads, loss, sums = gradients(state.params, batch)
-    return _apply(optimiser, state, grads, loss, sums)
+    grads, loss, sums = mean_gradients(
+      objective, state.params, batch, num_micro_batches=num_micro_batches
+    )
+    return _apply(objective, optimiser, state, grads, loss, sums)
 
   sharded = mesh_lib.shard_map(
     update,
     mesh=mesh,
-    in_specs=(mesh_lib.replicated_spec(), mesh_lib.batch_spec()),
-    out_specs=mesh_lib.replicated_spec(),
+    in_specs=(specs, objective.batch_spec),
+    out_specs=(specs, mesh_lib.replicated_spec()),
   )
   return jax.jit(sharded, donate_argnums=(0,))
 
 
-def batch_loss_sums(
-  network: policy_network.PolicyNetwork,
-  loss_config: LossConfig,
+def mean_gradients(
+  objective: objectives.Objective,
   params: types.Nest,
   batch: types.Batch,
-) -> losses.LossSums:
-  """The loss sums of a batch [B, L], unnormalised."""
-  distribution_params, values = network.unroll(
+  *,
+  num_micro_batches: int = 1,
+) -> tuple[types.Nest, jax.Array, Sums]:
+  """Gradients of the global loss, the loss, and its sums; in `shard_map`.
+
+  Args:
+    objective: what to optimise.
+    params: per-device shards.
+    batch: of this device.
+    num_micro_batches: see `make_update`.
+
+  Returns:
+    (gradients, like `params`; loss, f32 []; `Sums` over the mesh).
+  """
+  # No gradient flows into the count. At least 1: a batch without a single
+  # transition that counts is a no-op, not 0 / 0.
+  count = jnp.maximum(jax.lax.psum(objective.count(batch), mesh_lib.AXES), 1.0)
+
+  def loss_share(params, rows):
+    sums = objective.loss_sums(params, rows)
+    return objective.loss_config.total(sums, count), sums
+
+  grads, sums = gradients.accumulate(
+    loss_share,
     params,
-    batch.observation,
-    batch.core_state,
-    batch.segment_ids,
-    batch.segment_positions,
+    batch,
+    objective.param_specs,
+    num_micro_batches=num_micro_batches,
   )
-  rewards = losses.shape_rewards(
-    batch.reward,
-    reward_clip=loss_config.reward_clip,
-    reward_scale=loss_config.reward_scale,
-  )
-  return losses.vtrace_actor_critic_loss(
-    network.distribution.log_prob(distribution_params, batch.action),
-    network.distribution.entropy(distribution_params),
-    values,
-    rewards=rewards,
-    discounts=batch.discount,
-    behaviour_log_probs=batch.behaviour_log_prob,
-    loss_mask=batch.loss_mask,
-    segment_ids=batch.segment_ids,
-    discount_factor=loss_config.discount_factor,
-    rho_bar=loss_config.rho_bar,
-    c_bar=loss_config.c_bar,
-    vtrace_lambda=loss_config.vtrace_lambda,
-  )
-
-
-def total_loss(
-  loss_config: LossConfig, sums: losses.LossSums, count: jax.Array
-) -> jax.Array:
-  """f32 []; with one device's sums and the global count, its share of it."""
-  return (
-    sums.pg_loss
-    + loss_config.baseline_cost * sums.baseline_loss
-    - loss_config.entropy_cost * sums.entropy
-  ) / count
+  sums = jax.lax.psum(sums, mesh_lib.AXES)
+  return grads, objective.loss_config.total(sums, count), Sums(sums, count)
 
 
 def _fresh_state(
-  network: policy_network.PolicyNetwork,
+  objective: objectives.Objective,
   optimiser: optimiser_lib.Optimiser,
   key: jax.Array,
 ) -> LearnerState:
   init_key, key = jax.random.split(key)
-  params = network.init(init_key)
+  params = objective.init(init_key)
   # Three arrays, not one used thrice: a donated buffer may be used once.
   counter = lambda: jnp.zeros((), jnp.int32)
   return LearnerState(
@@ -191,47 +207,56 @@ def _fresh_state(
   )
 
 
-def _gradients(
-  network: policy_network.PolicyNetwork,
-  loss_config: LossConfig,
-  params: types.Nest,
-  batch: types.Batch,
-) -> tuple[types.Nest, jax.Array, losses.LossSums]:
-  """Global gradients, loss and sums; inside `shard_map`."""
-  specs = mesh_lib.replicated_spec()
+def _state_shapes(
+  objective: objectives.Objective, optimiser: optimiser_lib.Optimiser
+) -> LearnerState:
+  return jax.eval_shape(
+    functools.partial(_fresh_state, objective, optimiser), jax.random.PRNGKey(0)
+  )
 
-  def loss_share(params):
-    sums = batch_loss_sums(network, loss_config, params, batch)
-    # No gradient flows into the count. At least 1: a batch without a single
-    # transition that counts is a no-op, not 0 / 0.
-    count = jax.lax.psum(sums.num_transitions, mesh_lib.BATCH_AXES)
-    return total_loss(loss_config, sums, jnp.maximum(count, 1.0)), sums
 
-  grads, sums = jax.grad(loss_share, has_aux=True)(params)
-  grads = mesh_lib.psum_over_batch(grads, specs)
-  sums = jax.lax.psum(sums, mesh_lib.BATCH_AXES)
-  loss = total_loss(loss_config, sums, jnp.maximum(sums.num_transitions, 1.0))
-  return grads, loss, sums
+def _state_specs(
+  objective: objectives.Objective, optimiser: optimiser_lib.Optimiser
+) -> LearnerState:
+  """`PartitionSpec` of every leaf; what is kept per param lies as the param."""
+  state = _state_shapes(objective, optimiser)
+  whole = mesh_lib.replicated_spec()
+  param_specs = mesh_lib.expand_specs(objective.param_specs, state.params)
+  return LearnerState(
+    params=param_specs,
+    optimiser_state=optax.tree_map_params(
+      optimiser.init,
+      lambda _, spec: spec,
+      state.optimiser_state,
+      param_specs,
+      transform_non_params=lambda _: whole,
+    ),
+    learner_step=whole,
+    key=whole,
+    non_finite_updates=whole,
+    non_finite_total=whole,
+  )
 
 
 def _apply(
+  objective: objectives.Objective,
   optimiser: optimiser_lib.Optimiser,
   state: LearnerState,
   grads: types.Nest,
   loss: jax.Array,
-  sums: losses.LossSums,
+  sums: Sums,
 ) -> tuple[LearnerState, Metrics]:
   """Takes the step, unless something is not finite; inside `shard_map`."""
-  specs = mesh_lib.replicated_spec()
+  specs = objective.param_specs
   grad_norm = mesh_lib.global_norm(grads, specs)
   is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
   updates, optimiser_state = optimiser.update(
-    grads, state.optimiser_state, state.params
+    grads, state.optimiser_state, state.params, grad_norm=grad_norm
   )
   params = optax.apply_updates(state.params, updates)
   # Also skipped: a batch in which nothing counts would decay Adam's moments
   # and move the params on momentum alone.
-  take = is_finite & (sums.num_transitions > 0)
+  take = is_finite & (sums.accepted.num_transitions > 0)
   params, optimiser_state = jax.tree_util.tree_map(
     lambda new, old: jnp.where(take, new, old),
     (params, optimiser_state),
@@ -255,19 +280,20 @@ def _apply(
   return new_state, metrics
 
 
-def _metrics(loss: jax.Array, sums: losses.LossSums) -> dict[str, jax.Array]:
-  count = jnp.maximum(sums.num_transitions, 1.0)
+def _metrics(loss: jax.Array, sums: Sums) -> dict[str, jax.Array]:
+  accepted = sums.accepted
+  count = jnp.maximum(accepted.num_transitions, 1.0)
   return {
     'loss': loss,
-    'pg_loss': sums.pg_loss / count,
-    'baseline_loss': sums.baseline_loss / count,
-    'entropy': sums.entropy / count,
-    'rho_mean': sums.rho / count,
-    'rho_clipped_fraction': sums.rho_clipped / count,
-    'c_mean': sums.c / count,
-    'c_clipped_fraction': sums.c_clipped / count,
+    'pg_loss': accepted.pg_loss / sums.count,
+    'baseline_loss': accepted.baseline_loss / sums.count,
+    'entropy': accepted.entropy / count,
+    'rho_mean': accepted.rho / count,
+    'rho_clipped_fraction': accepted.rho_clipped / count,
+    'c_mean': accepted.c / count,
+    'c_clipped_fraction': accepted.c_clipped / count,
     # A fraction of the transitions; the offset only matters when all are 0.
-    'ess': jnp.square(sums.rho) / (count * sums.rho_squared + 1e-20),
-    'behaviour_kl': -sums.log_rho / count,
-    'value_mean': sums.value / count,
+    'ess': jnp.square(accepted.rho) / (count * accepted.rho_squared + 1e-20),
+    'behaviour_kl': -accepted.log_rho / count,
+    'value_mean': accepted.value / count,
   }

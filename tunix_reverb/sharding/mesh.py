@@ -156,32 +156,29 @@ def replicate(tree: types.Nest, mesh: jax.sharding.Mesh) -> types.Nest:
   )
 
 
-def psum_over_batch(tree: types.Nest, param_specs: types.Nest) -> types.Nest:
-  """Sums per-device gradients over the batch axes their param is not split on.
-
-  Call inside `shard_map`. Devices along the other axes hold the same rows, so
-  they already agree and must not be summed. Each device's gradient must be
-  that of its own share of the loss: differentiating a psum'd loss multiplies
-  it by the number of devices.
-
-  Args:
-    tree: gradients, per-device shapes.
-    param_specs: nest of `PartitionSpec`, or one for the whole tree.
-  """
-  return _psum_over_missing(BATCH_AXES, tree, param_specs)
-
-
 def psum_over_mesh(tree: types.Nest, param_specs: types.Nest) -> types.Nest:
   """Sums per-device gradients over every axis their param is not split on.
 
-  Like `psum_over_batch`, for a loss of which every device of the mesh holds a
-  different share: no two devices may count the same position.
+  Call inside `shard_map`. Each device's gradient must be that of its own share
+  of the loss, of which every device holds a different one: differentiating a
+  psum'd loss multiplies it by the number of devices.
 
   Args:
     tree: gradients, per-device shapes.
     param_specs: nest of `PartitionSpec`, or one for the whole tree.
   """
-  return _psum_over_missing(AXES, tree, param_specs)
+
+  def psum(spec: PartitionSpec, x: jax.Array) -> jax.Array:
+    held = axes_of(spec)
+    missing = tuple(axis for axis in AXES if axis not in held)
+    return jax.lax.psum(x, missing) if missing else x
+
+  return jax.tree_util.tree_map(
+    psum,
+    expand_specs(param_specs, tree),
+    tree,
+    is_leaf=_is_spec,
+  )
 
 
 def global_norm(tree: types.Nest, param_specs: types.Nest) -> jax.Array:
@@ -193,12 +190,34 @@ def global_norm(tree: types.Nest, param_specs: types.Nest) -> jax.Array:
     tree: per-device shards of params or gradients.
     param_specs: nest of `PartitionSpec`, or one for the whole tree.
   """
-  squares = _map_with_specs(
-    lambda axes, x: _psum(jnp.sum(jnp.square(x.astype(jnp.float32))), axes),
-    tree,
-    param_specs,
+  # Summed up on the device first: one psum for each way of being split.
+  squares: dict[tuple[str, ...], jax.Array] = {}
+  specs = jax.tree_util.tree_leaves(
+    expand_specs(param_specs, tree), is_leaf=_is_spec
   )
-  return jnp.sqrt(sum(jax.tree_util.tree_leaves(squares)))
+  for spec, x in zip(specs, jax.tree_util.tree_leaves(tree)):
+    axes = tuple(axes_of(spec))
+    square = jnp.sum(jnp.square(x.astype(jnp.float32)))
+    squares[axes] = squares[axes] + square if axes in squares else square
+  return jnp.sqrt(
+    sum(jax.lax.psum(x, axes) if axes else x for axes, x in squares.items())
+  )
+
+
+def expand_specs(specs: types.Nest, tree: types.Nest) -> types.Nest:
+  """A nest like `tree` of `PartitionSpec`.
+
+  Args:
+    specs: nest of `PartitionSpec` of which each stands for all leaves of a part
+      of `tree`; one for the whole tree, for example.
+    tree: any leaves.
+  """
+  return jax.tree_util.tree_map(
+    lambda spec, part: jax.tree_util.tree_map(lambda _: spec, part),
+    specs,
+    tree,
+    is_leaf=_is_spec,
+  )
 
 
 def axes_of(spec: PartitionSpec) -> list[str]:
@@ -210,32 +229,5 @@ def axes_of(spec: PartitionSpec) -> list[str]:
   return axes
 
 
-def _psum_over_missing(
-  axes: Sequence[str], tree: types.Nest, param_specs: types.Nest
-) -> types.Nest:
-  return _map_with_specs(
-    lambda held, x: _psum(x, [axis for axis in axes if axis not in held]),
-    tree,
-    param_specs,
-  )
-
-
-def _map_with_specs(
-  fn: Callable[[list[str], jax.Array], jax.Array],
-  tree: types.Nest,
-  param_specs: types.Nest,
-) -> types.Nest:
-  """Maps fn(mesh axes of the leaf's spec, leaf)."""
-  is_spec = lambda x: isinstance(x, PartitionSpec)
-  return jax.tree_util.tree_map(
-    lambda spec, subtree: jax.tree_util.tree_map(
-      lambda x: fn(axes_of(spec), x), subtree
-    ),
-    param_specs,
-    tree,
-    is_leaf=is_spec,
-  )
-
-
-def _psum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-  return jax.lax.psum(x, tuple(axes)) if axes else x
+def _is_spec(x: object) -> bool:
+  return isinstance(x, PartitionSpec)
