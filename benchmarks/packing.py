@@ -243,7 +243,7 @@ def measure(context: app.RoleContext) -> int:
   from tunix_reverb.agents import builder
 
   longest = context.config.batch.bucket_lengths[-1]
-  agent = builder.make_agent_spec(context.config)
+  agent = builder.make_agent(context.config)
   results = {}
   for fractions in _BUCKETS:
     lengths = tuple(int(fraction * longest) for fraction in fractions)

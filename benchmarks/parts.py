@@ -152,7 +152,7 @@ def measure(context: app.RoleContext) -> int:
       config.environment, config.actor.environments_per_actor
     )
   else:
-    agent = builder.make_agent_spec(config)
+    agent = builder.make_agent(config)
     parts = builder.make_learner_parts(config, agent)
     if part == 'act':
       call = _act_call(config, agent, parts.state.params)

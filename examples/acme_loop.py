@@ -40,7 +40,7 @@ def run_episode(environment: dm_env.Environment, actor: core.Actor) -> float:
 def main(num_episodes: int = 5) -> list[types.Trajectories]:
   """Plays `num_episodes`; returns the items that the replay server held."""
   config = config_lib.ExperimentConfig(environment='catch')
-  agent = builder.make_agent_spec(config)
+  agent = builder.make_agent(config)
   server = clients.make_server(
     config=builder.make_table_config(config),
     columns=agent.columns,

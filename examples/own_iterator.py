@@ -20,6 +20,7 @@ from tunix_reverb import specs
 from tunix_reverb import types
 from tunix_reverb.agents import builder
 from tunix_reverb.agents import flat
+from tunix_reverb.agents.vtrace import agent as vtrace_agent
 from tunix_reverb.batching import packer as packer_lib
 from tunix_reverb.networks import policy_network
 
@@ -76,7 +77,9 @@ def main(num_learner_steps: int = 200) -> float:
     }
   )
   network = policy_network.make_policy_network(_SPEC)
-  agent = builder.AgentSpec(_SPEC, network, specs.trajectories_spec(_SPEC))
+  agent = vtrace_agent.VTraceAgent(
+    _SPEC, network, specs.trajectories_spec(_SPEC)
+  )
   parts = builder.make_learner_parts(config, agent)
   packer = packer_lib.Packer(
     buckets=parts.buckets, columns=agent.columns, window=1.0

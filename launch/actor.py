@@ -32,7 +32,7 @@ def run_actor(context: app.RoleContext) -> int:
   given = flags.FLAGS
   addresses = topology.replay_servers(given.replay_servers, context.run_dir)
   address = addresses[given.actor_id % len(addresses)]
-  agent = builder.make_agent_spec(config)
+  agent = builder.make_agent(config)
   client = config.replay.replay_client
   clients.connect(
     [address],

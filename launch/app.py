@@ -98,6 +98,8 @@ def _run(main, role, make_role_name, single_threaded_xla, stop_deadline_s):
     shutdown.die_with_parent(int(parent_pid))
   config = flags.config_from_flags()
   set_environment(role, single_threaded_xla)
+  if role == 'learner' and config.mesh.virtual_devices:
+    add_virtual_devices(config.mesh.virtual_devices)
   logging.set_verbosity(logging.WARNING)
   # A user's own `module:factory` is looked for where the binary was started.
   sys.path.append(os.getcwd())
@@ -152,6 +154,16 @@ def set_environment(role: str, single_threaded_xla: bool = False) -> None:
   xla_flags = os.environ.get('XLA_FLAGS', '')
   if single_threaded_xla and 'xla_cpu_multi_thread_eigen' not in xla_flags:
     os.environ['XLA_FLAGS'] = f'{xla_flags} {_SINGLE_THREADED_XLA}'.strip()
+
+
+def add_virtual_devices(count: int) -> None:
+  """Makes JAX split the CPU into `count` devices; call it before JAX loads."""
+  os.environ['JAX_PLATFORMS'] = 'cpu'
+  # In front: XLA reads no further than a flag without dashes.
+  os.environ['XLA_FLAGS'] = (
+    f'--xla_force_host_platform_device_count={count} '
+    + os.environ.get('XLA_FLAGS', '')
+  ).strip()
 
 
 def keep_jax_in_the_callers_thread() -> None:

@@ -43,7 +43,7 @@ def find(context: Any) -> Any:
   if not flags.FLAGS.columns_file:
     from tunix_reverb.agents import builder
 
-    return builder.make_agent_spec(context.config).columns
+    return builder.make_agent(context.config).columns
   from tunix_reverb.replay import columns_file
 
   path = pathlib.Path(flags.FLAGS.columns_file)

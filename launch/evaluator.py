@@ -27,7 +27,7 @@ def run_evaluator(context: app.RoleContext) -> int:
   from tunix_reverb.agents import builder
 
   config = context.config
-  agent = builder.make_agent_spec(config)
+  agent = builder.make_agent(config)
   environment, policy = builder.make_evaluator(
     config,
     agent,

@@ -34,7 +34,7 @@ def run_learner(context: app.RoleContext) -> int:
   addresses = topology.replay_servers(
     flags.FLAGS.replay_servers, context.run_dir
   )
-  agent = builder.make_agent_spec(config)
+  agent = builder.make_agent(config)
   if context.run_dir is not None:
     columns.write(context.run_dir, agent.columns)
   client = config.replay.replay_client

@@ -215,7 +215,7 @@ class Run:
 
   def __init__(self, tmp_path, *, keep_batches=False, **flags):
     self.config = flat.from_flat(_FLAGS | flags)
-    self.agent = builder.make_agent_spec(self.config)
+    self.agent = builder.make_agent(self.config)
     self.parts = builder.make_learner_parts(self.config, self.agent)
     self.server = clients.make_server(
       config=builder.make_table_config(self.config),

@@ -14,6 +14,7 @@ from tunix_reverb import types
 from tunix_reverb.agents import builder
 from tunix_reverb.agents import flat
 from tunix_reverb.agents import session as session_lib
+from tunix_reverb.agents.vtrace import agent as vtrace_agent
 from tunix_reverb.learner import publisher as publisher_lib
 from tunix_reverb.learner import test_utils
 from tunix_reverb.networks import policy_network
@@ -82,7 +83,7 @@ class _Run:
     spec = test_utils.SPEC
     self.session = session_lib.LearnerSession(
       flat.from_flat(_FLAGS | {'max_learner_steps': max_learner_steps}),
-      builder.AgentSpec(spec, _network(), specs.trajectories_spec(spec)),
+      vtrace_agent.VTraceAgent(spec, _network(), specs.trajectories_spec(spec)),
       parts,
       sampler=self.sampler,
       publisher=self.publisher,
@@ -114,7 +115,7 @@ def compiled():
   spec = test_utils.SPEC
   return builder.make_learner_parts(
     flat.from_flat(_FLAGS),
-    builder.AgentSpec(spec, _network(), specs.trajectories_spec(spec)),
+    vtrace_agent.VTraceAgent(spec, _network(), specs.trajectories_spec(spec)),
   )
 
 

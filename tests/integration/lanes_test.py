@@ -50,7 +50,7 @@ for text in json.loads(sys.stdin.read()):
   config = flat.loads(text)
   description = tables.describe(
       builder.make_table_config(config),
-      builder.make_agent_spec(config).columns)
+      builder.make_agent(config).columns)
   print(json.dumps([flat.dumps(config), repr(description)]))
 """
 

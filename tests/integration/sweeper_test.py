@@ -23,7 +23,7 @@ _ROLE = 'replay_server_0'
 
 def _trajectory(key, version):
   """Its item and its entry, as a writer sends them."""
-  columns = builder.make_agent_spec(config_lib.ExperimentConfig()).columns
+  columns = builder.make_agent(config_lib.ExperimentConfig()).columns
   codec = columns_lib.ColumnCodec(columns)
   arrays = {
     path: np.full([n or 1 for n in spec.shape], version, spec.dtype)

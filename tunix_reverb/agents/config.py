@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import dataclasses
-import itertools
 import math
 
 from tunix_reverb.agents import fields
+from tunix_reverb.agents import learner_config
+from tunix_reverb.agents.transformer import config as transformer_config
 from tunix_reverb.agents.vtrace import config as vtrace_config
 from tunix_reverb.replay import client_names
 
@@ -198,132 +199,6 @@ class StalenessConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BatchConfig:
-  """Length buckets and packing."""
-
-  bucket_lengths: tuple[int, ...] = fields.field(
-    (100,),
-    'Row lengths L, ascending, positions. A trajectory takes T + 1; the '
-    'largest must hold trajectory_length + 1.',
-  )
-  batch_positions: int = fields.field(
-    4000,
-    'Positions of one global batch: each bucket has about '
-    'batch_positions / L rows.',
-  )
-  packing_window: float = fields.field(
-    1.25,
-    'Trajectories gathered before a batch is packed, in batches. More fills '
-    'rows better and ages data longer.',
-  )
-  prefetch_batches: int = fields.field(
-    1, 'Packed batches placed on the devices ahead of the update.'
-  )
-
-  def __post_init__(self) -> None:
-    fields.positive(self, 'batch_positions', 'prefetch_batches')
-    fields.require(
-      self.packing_window >= 1.0,
-      'packing_window',
-      self.packing_window,
-      'be >= 1',
-    )
-    lengths = self.bucket_lengths
-    fields.require(
-      len(lengths) > 0
-      and lengths[0] >= 2
-      and all(a < b for a, b in itertools.pairwise(lengths)),
-      'bucket_lengths',
-      lengths,
-      'be ascending row lengths, all >= 2',
-    )
-    fields.require(
-      self.batch_positions >= lengths[-1],
-      'batch_positions',
-      self.batch_positions,
-      f'hold at least one row of the largest bucket ({lengths[-1]})',
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LearnerConfig:
-  """The update and its optimiser."""
-
-  learning_rate: float = fields.field(2e-3, 'Initial learning rate.')
-  learning_rate_end: float = fields.field(
-    0.02,
-    'Final learning rate as a fraction of the initial one, reached linearly '
-    'after learning_rate_decay_steps.',
-  )
-  learning_rate_decay_steps: int = fields.field(
-    4000, 'Learner steps over which the learning rate falls.'
-  )
-  max_grad_norm: float = fields.field(1.0, 'Global-norm gradient clip.')
-  discount_factor: float = fields.field(
-    0.99, "The agent's constant, multiplied with the environment's discount."
-  )
-  rho_bar: float = fields.field(
-    1.0, 'V-trace clip of the importance ratio rho.'
-  )
-  c_bar: float = fields.field(1.0, 'V-trace clip of the trace coefficient c.')
-  vtrace_lambda: float = fields.field(0.95, 'V-trace mixing of n-step targets.')
-  baseline_cost: float = fields.field(0.5, 'Factor of the baseline loss.')
-  entropy_cost: float = fields.field(0.01, 'Factor of the entropy bonus.')
-  reward_clip: float = fields.field(
-    0.0, 'Rewards are clipped to +-this in the loss; 0 leaves them alone.'
-  )
-  reward_scale: float = fields.field(
-    1.0,
-    'Rewards are multiplied by this in the loss, after the clip; choose it so '
-    'that returns are of the order of 1 to 10.',
-  )
-  publish_period: int = fields.field(
-    1, 'Learner steps between publishes of the variables.'
-  )
-  max_learner_steps: int = fields.field(
-    1_000_000, 'Learner steps after which training ends.'
-  )
-  max_non_finite_updates: int = fields.field(
-    10, 'Skipped non-finite updates in a row that end the run.'
-  )
-  data_axis: int = fields.field(
-    0, 'Devices along the data axis of the mesh; 0 takes all there are.'
-  )
-  learner_checkpoint_period_s: float = fields.field(
-    60.0, 'Seconds between learner checkpoints; 0 writes one at exit only.'
-  )
-  learner_checkpoints_to_keep: int = fields.field(
-    3, 'Newest learner checkpoints kept on disk.'
-  )
-
-  def __post_init__(self) -> None:
-    fields.positive(
-      self,
-      'learning_rate',
-      'learning_rate_decay_steps',
-      'max_grad_norm',
-      'rho_bar',
-      'c_bar',
-      'publish_period',
-      'max_learner_steps',
-      'max_non_finite_updates',
-      'learner_checkpoints_to_keep',
-      'reward_scale',
-    )
-    fields.non_negative(
-      self,
-      'baseline_cost',
-      'entropy_cost',
-      'reward_clip',
-      'data_axis',
-      'learner_checkpoint_period_s',
-    )
-    for name in ('discount_factor', 'vtrace_lambda', 'learning_rate_end'):
-      value = getattr(self, name)
-      fields.require(0.0 <= value <= 1.0, name, value, 'be between 0 and 1')
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
   """Evaluation beside training, and when the run counts as solved."""
 
@@ -352,13 +227,17 @@ class EvaluationConfig:
     fields.non_negative(self, 'evaluation_period_s', 'hold_s', 'max_run_s')
 
 
+AGENTS = ('vtrace', 'transformer')
+
 GROUPS: Mapping[str, type] = {
   'network': vtrace_config.NetworkConfig,
+  'transformer': transformer_config.TransformerConfig,
   'actor': ActorConfig,
   'replay': ReplayConfig,
   'staleness': StalenessConfig,
-  'batch': BatchConfig,
-  'learner': LearnerConfig,
+  'batch': learner_config.BatchConfig,
+  'mesh': learner_config.MeshConfig,
+  'learner': learner_config.LearnerConfig,
   'evaluation': EvaluationConfig,
 }
 
@@ -367,10 +246,18 @@ GROUPS: Mapping[str, type] = {
 class ExperimentConfig:
   """Everything that every role must agree on."""
 
+  agent: str = fields.field(
+    'vtrace',
+    'vtrace: the V-trace actor-critic, a policy network (config group '
+    'network); transformer: V-trace over tokens, a transformer sharded over '
+    'the mesh (group transformer), for environments of tokens.',
+    AGENTS,
+  )
   environment: str = fields.field(
     'catch',
     'catch, bsuite:<id>, gym:<id>, atari:<game>, '
-    'dm_control:<domain>/<task>, envpool:<id>, or module:factory.',
+    'dm_control:<domain>/<task>, envpool:<id>, tokens:<task>, or '
+    'module:factory.',
   )
   seed: int = fields.field(0, 'Seed of everything random, int.')
   watchdog_s: float = fields.field(
@@ -379,18 +266,34 @@ class ExperimentConfig:
   network: vtrace_config.NetworkConfig = dataclasses.field(
     default_factory=vtrace_config.NetworkConfig
   )
+  transformer: transformer_config.TransformerConfig = dataclasses.field(
+    default_factory=transformer_config.TransformerConfig
+  )
   actor: ActorConfig = dataclasses.field(default_factory=ActorConfig)
   replay: ReplayConfig = dataclasses.field(default_factory=ReplayConfig)
   staleness: StalenessConfig = dataclasses.field(
     default_factory=StalenessConfig
   )
-  batch: BatchConfig = dataclasses.field(default_factory=BatchConfig)
-  learner: LearnerConfig = dataclasses.field(default_factory=LearnerConfig)
+  batch: learner_config.BatchConfig = dataclasses.field(
+    default_factory=learner_config.BatchConfig
+  )
+  mesh: learner_config.MeshConfig = dataclasses.field(
+    default_factory=learner_config.MeshConfig
+  )
+  learner: learner_config.LearnerConfig = dataclasses.field(
+    default_factory=learner_config.LearnerConfig
+  )
   evaluation: EvaluationConfig = dataclasses.field(
     default_factory=EvaluationConfig
   )
 
   def __post_init__(self) -> None:
+    fields.require(
+      self.agent in AGENTS,
+      'agent',
+      self.agent,
+      f'be one of {", ".join(AGENTS)}',
+    )
     fields.require(
       bool(self.environment),
       'environment',
@@ -407,6 +310,7 @@ class ExperimentConfig:
       f'end with a row of at least trajectory_length + 1 ({positions}) '
       'positions, or the longest trajectory fits no row',
     )
+    self._validate_mesh()
     wanted, most = self.replay.trajectories_per_update, self._fitting
     fields.require(
       not self.replay.admission
@@ -416,6 +320,23 @@ class ExperimentConfig:
       wanted,
       f'be <= {most} with max_policy_lag=0, so that one batch takes all of an '
       'update: lower it or raise batch_positions',
+    )
+
+  def _validate_mesh(self) -> None:
+    split = self.mesh.sequence_axis * self.mesh.tensor_axis
+    fields.require(
+      self.agent == 'transformer' or split == 1,
+      'sequence_axis and tensor_axis',
+      (self.mesh.sequence_axis, self.mesh.tensor_axis),
+      f'be 1 with agent {self.agent}, or devices would repeat the same work: '
+      'set --agent=transformer',
+    )
+    fields.require(
+      not any(length % split for length in self.batch.bucket_lengths),
+      'bucket_lengths',
+      self.batch.bucket_lengths,
+      f'be multiples of sequence_axis * tensor_axis ({split}), which split '
+      'the rows',
     )
 
   @property

@@ -9,6 +9,7 @@ from typing import Any
 
 from tunix_reverb import core
 from tunix_reverb import errors
+from tunix_reverb.agents import agent as agent_lib
 from tunix_reverb.agents import builder
 from tunix_reverb.agents import config as config_lib
 from tunix_reverb.agents import flat
@@ -31,7 +32,7 @@ class LearnerSession:
   def __init__(
     self,
     config: config_lib.ExperimentConfig,
-    agent: builder.AgentSpec,
+    agent: agent_lib.Agent,
     parts: builder.LearnerParts,
     *,
     sampler: core.ItemSampler,

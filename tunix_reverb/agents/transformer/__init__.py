@@ -1,0 +1,1 @@
+"""The transformer agent: V-trace over tokens, sharded over a mesh."""
