@@ -16,8 +16,9 @@ from tunix_reverb.agents import flat
 # Renaming or removing one breaks users' scripts and saved configs: change
 # this list only on purpose.
 _FLAGS = """
-environment seed watchdog_s
+agent environment seed watchdog_s
 torso hidden_sizes core core_size
+model compute_dtype remat importance_ratio
 num_actors environments_per_actor environment_mode environment_timeout_s
 trajectory_length item_bytes item_age_s variable_update_period_s
 replay_client replay_mode sampler priority_exponent max_table_items
@@ -26,10 +27,11 @@ admission trajectories_per_update permit_lease_s
 replay_checkpoint_period_s replay_checkpoints_to_keep
 max_policy_lag max_age_s sweep_period_s
 bucket_lengths batch_positions packing_window prefetch_batches
+data_axis fsdp_axis sequence_axis tensor_axis virtual_devices
 learning_rate learning_rate_end learning_rate_decay_steps max_grad_norm
 discount_factor rho_bar c_bar vtrace_lambda baseline_cost entropy_cost
 reward_clip reward_scale publish_period max_learner_steps
-max_non_finite_updates data_axis
+max_non_finite_updates num_micro_batches
 learner_checkpoint_period_s learner_checkpoints_to_keep
 evaluation_episodes evaluation_period_s solved_return hold_s max_run_s
 """.split()
