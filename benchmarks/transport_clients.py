@@ -19,7 +19,7 @@ import numpy as np
 from tunix_reverb import specs
 from tunix_reverb import types
 
-WINDOW = 128  # Items on their way, of either client's writer.
+WINDOW = 256  # Items on their way, of either client's writer.
 _OFFICIAL_PREFETCH = 16  # Its sampler is no faster with more.
 _TIMEOUT_S = 30.0
 _WARM_UP_ITEMS = 50

@@ -195,7 +195,8 @@ class Decoder:
     self._dtypes = dtypes
     self._whole_arrays = whole_arrays
     self._tensors = tensors_lib.TensorReader()
-    self._layout = _Layout([], 0)  # The last one.
+    # The last one, by the length of the key: so do the sizes in it differ.
+    self._layouts: dict[int, _Layout] = {}
 
   def decode(self, item: EncodedItem) -> RawItem:
     """The item with its columns.
@@ -268,12 +269,13 @@ class Decoder:
     """
     encoded = trajectory.SerializeToString()
     key_field = b'\x08' + key
-    if key_field.join(self._layout.pieces) == encoded:
-      return self._layout.count
+    layout = self._layouts.get(len(key))
+    if layout is not None and key_field.join(layout.pieces) == encoded:
+      return layout.count
     count = _count_whole(_read_layout(trajectory))
     pieces = encoded.split(key_field)
     if len(key) >= _MIN_KEY_BYTES and len(pieces) == 1 + count:
-      self._layout = _Layout(pieces, count)
+      self._layouts[len(key)] = _Layout(pieces, count)
     return count
 
 

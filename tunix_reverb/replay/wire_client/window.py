@@ -49,6 +49,8 @@ class Window:
     self._max_items = max_items
     self._unconfirmed: dict[int, _Item] = {}
     self._unsent: collections.deque[_Item] = collections.deque()
+    # Added since a request was filled the last time.
+    self._new_items = self._new_bytes = 0
     # With the time of confirmation; at most `max_items` of them.
     self._doubtful: collections.deque[tuple[float, _Item]] = collections.deque(
       maxlen=max_items
@@ -80,11 +82,29 @@ class Window:
     """Whether `take` has something."""
     return bool(self._unsent)
 
-  def add(self, key: int, encoded: list[encoder.Encoded], copies: int) -> None:
-    """Takes an item over. Args: copies: how often its key is confirmed."""
+  def add(self, key: int, encoded: list[encoder.Encoded], copies: int) -> bool:
+    """Takes an item over.
+
+    Args:
+      key: the item's.
+      encoded: its data.
+      copies: how often its key is confirmed.
+
+    Returns:
+      Whether it is the last one that fits into a request.
+    """
     item = _Item(key, encoded, copies)
     self._unconfirmed[key] = item
     self._unsent.append(item)
+    self._new_items += 1
+    self._new_bytes += sum([one.num_bytes for one in encoded])
+    fills = (
+      self._new_items >= _MAX_REQUEST_ITEMS
+      or self._new_bytes >= _MAX_REQUEST_BYTES
+    )
+    if fills:
+      self._new_items = self._new_bytes = 0
+    return fills
 
   def take(self) -> list:
     """Parts of the next request, oldest items first; none if all are sent."""

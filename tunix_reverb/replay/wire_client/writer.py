@@ -26,6 +26,9 @@ from tunix_reverb.replay.wire_client import protocol
 from tunix_reverb.replay.wire_client import window as window_lib
 
 _CONNECT_TIMEOUT_S = 1.0
+# Enough to let another thread of the interpreter run.
+_YIELD_S = 1e-6
+
 _MIN_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
 _JOIN_TIMEOUT_S = 1.0
@@ -158,9 +161,13 @@ class WireItemWriter(core.ItemWriter):
         return False
       if not len(self._window):
         self._moved_at_s = time.monotonic()
-      self._window.add(key, encoded, len(self._tables))
+      fills_a_request = self._window.add(key, encoded, len(self._tables))
       self._last_key = key
       self._work.notify_all()
+    if fills_a_request:
+      # Else a caller that never waits would keep the interpreter from gRPC's
+      # thread for 5 ms, while the server waits.
+      time.sleep(_YIELD_S)
     return True
 
   def blocked_s(self) -> float:
