@@ -30,17 +30,26 @@ from tunix_reverb.telemetry import logger
 signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 shutdown.die_with_parent(int(os.environ[shutdown.PARENT_PID]))
 metrics = logger.MetricLogger(pathlib.Path(sys.argv[1]), sys.argv[2])
+{before}
 for step in range(1, int(sys.argv[3]) + 1):
   values = {values}
   metrics.write(values, step)
   time.sleep(0.05)
 """
 _LEARNER = _ROLE.format(
+  before='',
   values="{'learner_step': step, 'policy_lag_mean': 2.0,"
-  " 'transitions_total': 100 * step}"
+  " 'transitions_total': 100 * step}",
 )
+# A rate takes two reports.
+_TWO_REPORTS = """
+reports = pathlib.Path(sys.argv[1], 'metrics', 'learner.jsonl')
+while not (reports.exists() and reports.read_text().count('\\n') >= 2):
+  time.sleep(0.01)
+"""
 _EVALUATOR = _ROLE.format(
-  values="{'evaluation_return_mean': step / 10, 'evaluation_episodes': 4}"
+  before=_TWO_REPORTS,
+  values="{'evaluation_return_mean': step / 10, 'evaluation_episodes': 4}",
 )
 
 
