@@ -174,7 +174,7 @@ def test_a_completed_run_is_judged_by_its_last_params(
   tmp_path, capsys, threshold
 ):
   learner = _ROLE.format(
-    values="{'learner_step': step, 'policy_version': step}"
+    before='', values="{'learner_step': step, 'policy_version': step}"
   )
   command = lambda code, *args: [
     sys.executable,
