@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import dataclasses
-import math
 from typing import TYPE_CHECKING
 
 import jax
@@ -180,7 +179,9 @@ def token_objective(
     )
     # The traces of V-trace go along whole parts of a row, so devices along
     # `tensor` exchange three numbers per token and all take the same sums.
-    log_probs, entropies, values = map(positions.shard_from_own, outputs)
+    log_probs, entropies, values = jnp.moveaxis(
+      positions.shard_from_own(jnp.stack(outputs, axis=-1)), -1, 0
+    )
     sums = token_loss.vtrace_token_loss(
       log_probs,
       entropies,
@@ -223,7 +224,7 @@ def _count(batch: types.Batch, rows: recurrence.Rows) -> jax.Array:
 
 def _share(sums: types.Nest, repeated_over: tuple[str, ...]) -> types.Nest:
   """A device's share of sums that all devices along some axes have alike."""
-  repeats = math.prod(jax.lax.psum(1, axis) for axis in repeated_over)
+  repeats = mesh_lib.num_devices_along(repeated_over)
   if repeats == 1:
     return sums
   return jax.tree_util.tree_map(lambda x: x / repeats, sums)

@@ -145,7 +145,7 @@ def make_update(
     grads, loss, sums = mean_gradients(
       objective, state.params, batch, num_micro_batches=num_micro_batches
     )
-    return _apply(objective, optimiser, state, grads, loss, sums)
+    return apply_gradients(objective, optimiser, state, grads, loss, sums)
 
   sharded = mesh_lib.shard_map(
     update,
@@ -189,8 +189,62 @@ def mean_gradients(
     objective.param_specs,
     num_micro_batches=num_micro_batches,
   )
-  sums = jax.lax.psum(sums, mesh_lib.AXES)
+  sums = mesh_lib.psum_scalars(sums)
   return grads, objective.loss_config.total(sums, count), Sums(sums, count)
+
+
+def apply_gradients(
+  objective: objectives.Objective,
+  optimiser: optimiser_lib.Optimiser,
+  state: LearnerState,
+  grads: types.Nest,
+  loss: jax.Array,
+  sums: Sums,
+) -> tuple[LearnerState, Metrics]:
+  """Takes the step, unless something is not finite; inside `shard_map`.
+
+  Args:
+    objective: what was differentiated.
+    optimiser: of its params.
+    state: per-device shards.
+    grads: like `state.params`, see `mean_gradients`.
+    loss: f32 [].
+    sums: of the loss.
+
+  Returns:
+    (the next state, metrics).
+  """
+  specs = objective.param_specs
+  grad_norm = mesh_lib.global_norm(grads, specs)
+  is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+  updates, optimiser_state = optimiser.update(
+    grads, state.optimiser_state, state.params, grad_norm=grad_norm
+  )
+  params = optax.apply_updates(state.params, updates)
+  # Also skipped: a batch in which nothing counts would decay Adam's moments
+  # and move the params on momentum alone.
+  take = is_finite & (sums.accepted.num_transitions > 0)
+  params, optimiser_state = jax.tree_util.tree_map(
+    lambda new, old: jnp.where(take, new, old),
+    (params, optimiser_state),
+    (state.params, state.optimiser_state),
+  )
+  skipped = (~is_finite).astype(jnp.int32)
+  new_state = LearnerState(
+    params=params,
+    optimiser_state=optimiser_state,
+    learner_step=state.learner_step + 1,
+    key=jax.random.split(state.key, 1)[0],
+    non_finite_updates=skipped * (state.non_finite_updates + 1),
+    non_finite_total=state.non_finite_total + skipped,
+  )
+  metrics = _metrics(loss, sums) | {
+    'grad_norm': grad_norm,
+    'param_norm': mesh_lib.global_norm(params, specs),
+    'learning_rate': optimiser.learning_rate(state.optimiser_state),
+    'non_finite_updates': new_state.non_finite_updates.astype(jnp.float32),
+  }
+  return new_state, metrics
 
 
 def _fresh_state(
@@ -236,48 +290,6 @@ def _state_specs(
     non_finite_updates=whole,
     non_finite_total=whole,
   )
-
-
-def _apply(
-  objective: objectives.Objective,
-  optimiser: optimiser_lib.Optimiser,
-  state: LearnerState,
-  grads: types.Nest,
-  loss: jax.Array,
-  sums: Sums,
-) -> tuple[LearnerState, Metrics]:
-  """Takes the step, unless something is not finite; inside `shard_map`."""
-  specs = objective.param_specs
-  grad_norm = mesh_lib.global_norm(grads, specs)
-  is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-  updates, optimiser_state = optimiser.update(
-    grads, state.optimiser_state, state.params, grad_norm=grad_norm
-  )
-  params = optax.apply_updates(state.params, updates)
-  # Also skipped: a batch in which nothing counts would decay Adam's moments
-  # and move the params on momentum alone.
-  take = is_finite & (sums.accepted.num_transitions > 0)
-  params, optimiser_state = jax.tree_util.tree_map(
-    lambda new, old: jnp.where(take, new, old),
-    (params, optimiser_state),
-    (state.params, state.optimiser_state),
-  )
-  skipped = (~is_finite).astype(jnp.int32)
-  new_state = LearnerState(
-    params=params,
-    optimiser_state=optimiser_state,
-    learner_step=state.learner_step + 1,
-    key=jax.random.split(state.key, 1)[0],
-    non_finite_updates=skipped * (state.non_finite_updates + 1),
-    non_finite_total=state.non_finite_total + skipped,
-  )
-  metrics = _metrics(loss, sums) | {
-    'grad_norm': grad_norm,
-    'param_norm': mesh_lib.global_norm(params, specs),
-    'learning_rate': optimiser.learning_rate(state.optimiser_state),
-    'non_finite_updates': new_state.non_finite_updates.astype(jnp.float32),
-  }
-  return new_state, metrics
 
 
 def _metrics(loss: jax.Array, sums: Sums) -> dict[str, jax.Array]:

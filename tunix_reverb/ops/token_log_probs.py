@@ -20,6 +20,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from tunix_reverb.sharding import mesh as mesh_lib
+
 _recompute: Any = jax.checkpoint  # type: ignore[attr-defined]
 
 
@@ -109,8 +111,9 @@ def _block_log_probs(
   num_parts = jax.lax.psum(1, axis)
   part_start = jax.lax.axis_index(axis) * jnp.int32(part_size)
   # All devices' tokens: [t, c, D] and [t, c].
-  features = jax.lax.all_gather(features, axis)
-  targets = jax.lax.all_gather(targets, axis)
+  own = targets
+  features = mesh_lib.all_gather(features[None], axis, dim=0)
+  targets = mesh_lib.all_gather(targets[None], axis, dim=0)
   logits = jnp.einsum('tcd,vd->tcv', features, head, precision=precision)
 
   # The maximum only keeps `exp` in range; nothing depends on which one it is,
@@ -126,14 +129,15 @@ def _block_log_probs(
   is_target = index == jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
 
   # [t, c, V / t] -> this device's [c], summed over the whole vocabulary.
-  total = lambda x: jax.lax.psum_scatter(jnp.sum(x, axis=-1), axis)
-  log_normaliser = jnp.log(total(weights))
-  mean_logit = total(weights * logits) * jnp.exp(-log_normaliser)
-  target_logit = total(jnp.where(is_target, logits, 0.0))
-
-  own = jax.lax.dynamic_index_in_dim(
-    targets, jax.lax.axis_index(axis), keepdims=False
+  parts = (weights, weights * logits, jnp.where(is_target, logits, 0.0))
+  sums = jnp.stack([jnp.sum(x, axis=-1) for x in parts])  # [3, t, c]
+  normaliser, weighted, target_logit = (
+    sums[:, 0]
+    if num_parts == 1
+    else jax.lax.psum_scatter(sums, axis, scatter_dimension=1)
   )
+  log_normaliser = jnp.log(normaliser)
+  mean_logit = weighted * jnp.exp(-log_normaliser)
   in_range = (own >= 0) & (own < part_size * num_parts)
   return TokenLogProbs(
     jnp.where(in_range, target_logit - log_normaliser, 0.0),

@@ -156,6 +156,31 @@ def replicate(tree: types.Nest, mesh: jax.sharding.Mesh) -> types.Nest:
   )
 
 
+def num_devices_along(axes: str | Sequence[str]) -> int:
+  """Inside `shard_map`; known when tracing."""
+  axes = (axes,) if isinstance(axes, str) else axes
+  return math.prod(jax.lax.psum(1, axis) for axis in axes)
+
+
+def all_gather(
+  x: jax.Array, axes: str | tuple[str, ...], *, dim: int
+) -> jax.Array:
+  """Puts parts together along `dim`; inside `shard_map`.
+
+  Compilers keep collectives of a single device, and copy for them.
+  """
+  if num_devices_along(axes) == 1:
+    return x
+  return jax.lax.all_gather(x, axes, axis=dim, tiled=True)
+
+
+def psum_scalars(tree: types.Nest) -> types.Nest:
+  """Sums f32 scalars over the whole mesh in one go; inside `shard_map`."""
+  leaves, treedef = jax.tree_util.tree_flatten(tree)
+  sums = jax.lax.psum(jnp.stack(leaves), AXES)
+  return jax.tree_util.tree_unflatten(treedef, list(sums))
+
+
 def psum_over_mesh(tree: types.Nest, param_specs: types.Nest) -> types.Nest:
   """Sums per-device gradients over every axis their param is not split on.
 

@@ -24,21 +24,23 @@ _DIM = 1
 
 def shard_from_own(x: jax.Array) -> jax.Array:
   """[b, L / (s * t), ...] -> [b, L / s, ...]; transposes to a sum over t."""
-  return jax.lax.all_gather(x, mesh_lib.TENSOR, axis=_DIM, tiled=True)
+  return mesh_lib.all_gather(x, mesh_lib.TENSOR, dim=_DIM)
 
 
 def row_from_shard(x: jax.Array) -> jax.Array:
   """[b, L / s, ...] -> [b, L, ...]; transposes to a sum over s."""
-  return jax.lax.all_gather(x, mesh_lib.SEQUENCE, axis=_DIM, tiled=True)
+  return mesh_lib.all_gather(x, mesh_lib.SEQUENCE, dim=_DIM)
 
 
 def row_from_own(x: jax.Array) -> jax.Array:
   """[b, L / (s * t), ...] -> [b, L, ...]; transposes to a sum over s and t."""
-  return jax.lax.all_gather(x, mesh_lib.POSITION_AXES, axis=_DIM, tiled=True)
+  return mesh_lib.all_gather(x, mesh_lib.POSITION_AXES, dim=_DIM)
 
 
 def own_from_partial_sums(x: jax.Array) -> jax.Array:
   """Sums over t partial results [b, L / s, ...] -> [b, L / (s * t), ...]."""
+  if mesh_lib.num_devices_along(mesh_lib.TENSOR) == 1:
+    return x
   return jax.lax.psum_scatter(
     x, mesh_lib.TENSOR, scatter_dimension=_DIM, tiled=True
   )

@@ -66,5 +66,5 @@ def gather(
     over = tuple(axis for axis in axes if axis in mesh_lib.PARAM_AXES)
     if over:
       assert over == axes, f'{spec} mixes {over} with other axes in one dim'
-      whole = jax.lax.all_gather(whole, over, axis=dim, tiled=True)
+      whole = mesh_lib.all_gather(whole, over, dim=dim)
   return whole
