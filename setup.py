@@ -58,6 +58,8 @@ _EXTRAS = {
   'reverb': ['dm-reverb==0.14.0', 'tensorflow-cpu>=2.15.1,<2.16'],
   # The modern lane: every role but the replay server, on current JAX.
   'modern': ['flax>=0.12', 'jax>=0.10', 'numpy>=2', 'protobuf>=5'],
+  # The TPU's compiler, for `launch.plan --compiler=tpu`; modern lane only.
+  'tpu-plan': ['jax[tpu]>=0.10'],
   **_ENVIRONMENTS,
   'environments': sorted(
     {package for packages in _ENVIRONMENTS.values() for package in packages}

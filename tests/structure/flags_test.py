@@ -18,9 +18,11 @@ _BINARIES = sorted(
 _LIST_FLAGS = """
 import importlib, json, sys
 from launch import flags
-importlib.import_module(sys.argv[1])
+module = importlib.import_module(sys.argv[1])
 # A role defines these when it runs; a tool has an --environment of its own.
-if 'environment' not in flags.FLAGS:
+if hasattr(module, 'plan_flags'):
+  module.plan_flags.define()
+elif 'environment' not in flags.FLAGS:
   flags.define_config_flags()
   flags.define_role_flags()
 print(json.dumps({
@@ -47,7 +49,7 @@ def test_every_flag_has_help_with_its_unit(module, subprocess_env, tmp_path):
   )
   assert result.returncode == 0, result.stderr
   helps = json.loads(result.stdout)
-  assert 'environment' in helps
+  assert {'environment', 'topology'} & set(helps)
   assert not [name for name, text in helps.items() if len(text or '') < 12]
   assert not [
     f'--{name} must name its unit, {unit}: {text}'

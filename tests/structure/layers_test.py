@@ -84,6 +84,7 @@ _LIGHT = [
   'tunix_reverb.agents.config',
   'launch.flags',
   'launch.app',
+  'launch.plan',
 ]
 
 
