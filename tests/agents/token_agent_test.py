@@ -18,6 +18,7 @@ from tunix_reverb.agents import builder
 from tunix_reverb.agents import flat
 from tunix_reverb.agents import session as session_lib
 from tunix_reverb.learner import publisher as publisher_lib
+from tunix_reverb.replay import test_utils
 from tunix_reverb.telemetry import compiles
 from tunix_reverb.telemetry import metrics
 from tunix_reverb.telemetry import milestones
@@ -43,27 +44,33 @@ _FLAGS = {
 }
 
 
-class _ListWriter(core.ItemWriter):
-  def __init__(self):
-    self.items: list[types.Trajectories] = []
-
-  def write(self, trajectories, timeout_s=None):
-    self.items.append(trajectories)
-    return True
-
-  def blocked_s(self):
-    return 0.0
-
-  def close(self, timeout_s):
-    return True
-
-
 class _OneVersion(core.VariableSource):
   def __init__(self, params):
     self._variables = types.Variables(1, params)
 
   def get_variables(self, min_version=0, timeout_s=0.0):
     return self._variables if min_version <= 1 else None
+
+
+class _Permits(core.PermitSource):
+  """Grants one permit of those requested each time it is asked."""
+
+  def __init__(self):
+    self._requested = 0
+    self.granted: list[int] = []
+
+  def request(self, count):
+    self._requested += count
+
+  def take(self, timeout_s):
+    if not self._requested:
+      return []
+    self._requested -= 1
+    self.granted.append(1 + len(self.granted))
+    return [types.Permit(self.granted[-1], 1)]
+
+  def close(self, held=()):
+    pass
 
 
 class _Sampler(core.ItemSampler):
@@ -124,9 +131,9 @@ def parts(compiled):
   return dataclasses.replace(compiled, state=state)
 
 
-def _play(agent, parts, num_trajectories, **flags):
+def _play(agent, parts, num_trajectories, permits=None, **flags):
   """Items of the agent's own actor loop, with the params of `parts`."""
-  writer = _ListWriter()
+  writer = test_utils.ListWriter()
   params = jax.tree_util.tree_map(np.array, parts.state.params)
   loop, _, environment = builder.make_actor_loop(
     _config(**flags),
@@ -134,6 +141,7 @@ def _play(agent, parts, num_trajectories, **flags):
     actor_id=0,
     writer=writer,
     variables=_OneVersion(params),
+    permits=permits,
   )
   try:
     assert loop.wait_for_variables(1.0)
@@ -188,6 +196,19 @@ def test_the_learner_computes_the_log_probs_that_were_recorded(agent, parts):
   _, second = parts.updates[batch.bucket](state, feed._place(batch.batch))
   assert float(second['ess']) < 1.0 - 1e-4
   assert abs(float(second['behaviour_kl'])) > 1e-4
+
+
+def test_with_admission_every_episode_has_a_permit_and_the_same_columns(
+  agent, parts
+):
+  permits = _Permits()
+  items = _play(agent, parts, 40, permits=permits)
+  ids = [int(item.permit_id[0]) for item in items]
+  assert len(set(ids)) == len(ids)
+  assert set(ids) <= set(permits.granted)
+  for item in items:
+    np.testing.assert_array_equal(item.action, item.observation[1:])
+    np.testing.assert_array_equal(item.turn_id, item.loss_mask)
 
 
 def test_a_session_compiles_nothing_and_leaves_a_checkpoint_for_one_device(

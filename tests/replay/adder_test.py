@@ -9,9 +9,9 @@ from dm_env import specs as dm_specs
 import numpy as np
 import pytest
 
-from tunix_reverb import core
 from tunix_reverb import specs
 from tunix_reverb.replay import adder as adder_lib
+from tunix_reverb.replay import test_utils
 
 _SPEC = specs.EnvironmentSpec(
   observation=dm_specs.Array((), np.float32),
@@ -20,25 +20,6 @@ _SPEC = specs.EnvironmentSpec(
   discount=dm_specs.BoundedArray((), np.float32, 0, 1),
 )
 _CORE = dm_specs.Array((2,), np.float32)
-
-
-class _ListWriter(core.ItemWriter):
-  """Keeps what it is given; refuses it while `full`."""
-
-  def __init__(self):
-    self.items = []
-    self.full = False
-
-  def write(self, trajectories, timeout_s=None):
-    if not self.full:
-      self.items.append(trajectories)
-    return not self.full
-
-  def blocked_s(self):
-    return 0.0
-
-  def close(self, timeout_s):
-    return True
 
 
 class _Clock:
@@ -52,7 +33,7 @@ class _Clock:
 def _adder(
   *, length=3, num=1, item_transitions=1, core_state=(), writer=None, **kwargs
 ):
-  writer = writer or _ListWriter()
+  writer = writer or test_utils.ListWriter()
   adder = adder_lib.TrajectoryAdder(
     columns=specs.trajectories_spec(_SPEC, core_state),
     num_environments=num,
@@ -188,7 +169,7 @@ def test_environments_do_not_mix():
 
 
 def test_environments_that_end_together_share_items_up_to_their_size():
-  writer = _ListWriter()
+  writer = test_utils.ListWriter()
   adder, _ = _adder(num=4, length=8, item_transitions=6, writer=writer)
   ids = np.arange(4, dtype=np.int32)
   _first(adder, ids, np.zeros(4, np.float32))
@@ -286,7 +267,7 @@ def test_core_state_is_the_one_before_the_first_action_of_each_trajectory():
 
 
 def test_a_full_table_is_waited_for_and_given_up_only_when_told():
-  writer = _ListWriter()
+  writer = test_utils.ListWriter()
   writer.full = True
   asked = []
 

@@ -5,9 +5,9 @@ from dm_env import specs as dm_specs
 import numpy as np
 import pytest
 
-from tunix_reverb import core
 from tunix_reverb import errors
 from tunix_reverb import specs
+from tunix_reverb.replay import test_utils
 from tunix_reverb.replay import token_adder
 
 _VOCABULARY = 1000
@@ -21,23 +21,8 @@ _COLUMNS = specs.trajectories_spec(_SPEC, has_turns=True)
 _FIRST, _MID, _LAST = (int(s) for s in dm_env.StepType)
 
 
-class _ListWriter(core.ItemWriter):
-  def __init__(self):
-    self.items = []
-
-  def write(self, trajectories, timeout_s=None):
-    self.items.append(trajectories)
-    return True
-
-  def blocked_s(self):
-    return 0.0
-
-  def close(self, timeout_s):
-    return True
-
-
 def _adder(*, length, num=1, item_transitions=1):
-  writer = _ListWriter()
+  writer = test_utils.ListWriter()
   adder = token_adder.TokenAdder(
     columns=_COLUMNS,
     num_environments=num,

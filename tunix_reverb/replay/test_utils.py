@@ -79,6 +79,31 @@ def item(
   )
 
 
+class ListWriter(core.ItemWriter):
+  """Keeps what it is given; refuses it while `full`."""
+
+  def __init__(self) -> None:
+    """Starts empty."""
+    self.items: list[types.Trajectories] = []
+    self.full = False
+
+  def write(
+    self, trajectories: types.Trajectories, timeout_s: float | None = None
+  ) -> bool:
+    """See base class."""
+    if not self.full:
+      self.items.append(trajectories)
+    return not self.full
+
+  def blocked_s(self) -> float:
+    """See base class."""
+    return 0.0
+
+  def close(self, timeout_s: float) -> bool:
+    """See base class."""
+    return True
+
+
 class ItemWriterContract(abc.ABC):
   """What every `core.ItemWriter` does, on a table that holds few items."""
 
