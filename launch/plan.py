@@ -84,6 +84,8 @@ def _set_environment(topology: topologies.Topology) -> None:
   os.environ['TPU_SKIP_MDS_QUERY'] = '1'
   os.environ['TPU_WORKER_HOSTNAMES'] = 'localhost'
   os.environ['TPU_ACCELERATOR_TYPE'] = topology.name
+  # There is no TPU of which two processes could get into each other's way.
+  os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD'] = '1'
 
 
 def main() -> None:

@@ -94,6 +94,27 @@ def test_collectives_count_as_often_as_their_loop_goes_round():
   }
 
 
+def test_a_fused_reduce_scatter_is_not_taken_for_an_all_reduce():
+  text = """\
+HloModule m
+
+%all-reduce-scatter.2.clone (x: bf16[64]) -> bf16[16] {
+  %x = bf16[64]{0} parameter(0)
+  %all = bf16[64]{0} all-reduce(%x), replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %own = bf16[16]{0} dynamic-slice(%all), dynamic_slice_sizes={16}
+}
+
+ENTRY %main (x: bf16[64]) -> bf16[16] {
+  %x = bf16[64]{0} parameter(0)
+  ROOT %y = bf16[16]{0} fusion(%x), kind=kCustom, \
+calls=%all-reduce-scatter.2.clone
+}
+"""
+  (collective,) = hlo.costs(text, _MESH, unknown_trips=1).collectives
+  assert collective.kind == 'reduce-scatter'
+  assert collective.sent_bytes == 2 * 64 * 3 / 4
+
+
 def test_products_count_as_often_as_all_loops_around_them():
   costs = hlo.costs(_COMPILED, _MESH, unknown_trips=3.0)
   products = {p.dtype: p for p in costs.products}

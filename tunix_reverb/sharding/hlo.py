@@ -23,6 +23,9 @@ _KINDS = (
   'collective-permute',
   'reduce-scatter',
 )
+# What the TPU compiler calls some reduce-scatters: fusions, written as an
+# all-reduce of which each device takes a slice.
+_FUSED_SCATTER = 'all-reduce-scatter'
 _DTYPE_BYTES = {
   'pred': 1,
   's8': 1,
@@ -156,10 +159,13 @@ def costs(
       kind = instruction.opcode.removesuffix('-start')
       if kind in _KINDS:
         axes, size = _group(instruction, mesh_shape)
+        sent = _sent_bytes(kind, instruction, size)
+        if visit.name.startswith(_FUSED_SCATTER) and kind == 'all-reduce':
+          kind, sent = 'reduce-scatter', sent / 2
         if size > 1:
           total = collectives.setdefault((kind, axes, size), [0.0, 0.0])
           total[0] += visit.count
-          total[1] += visit.count * _sent_bytes(kind, instruction, size)
+          total[1] += visit.count * sent
       elif kind == 'dot':
         dtype, precision, flops, moved = _product(instruction, types)
         total = products.setdefault((dtype, precision), [0.0, 0.0])

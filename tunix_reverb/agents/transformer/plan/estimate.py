@@ -18,6 +18,9 @@ from tunix_reverb.sharding import chips
 from tunix_reverb.sharding import mesh as mesh_lib
 
 _F32 = 4
+# Of a vector register. Params in shards narrower than that are not gathered by
+# the TPU compiler but added up, which sends twice as much (libtpu 0.0.50).
+_LANES = 128
 # A virtual device has no figures; its meshes are ranked by this chip's.
 _STAND_IN = 'v5e'
 
@@ -157,6 +160,8 @@ def _transfer_s(settings: settings_lib.Settings, params_bytes: float) -> float:
   others = lambda n: (n - 1) / n
   # Params: gathered forward and backward, gradients scattered.
   per_layer = 3 * size * _layer_params(model) / mesh.tensor * others(split)
+  if _chip(settings).platform == 'tpu' and model.model_size // split % _LANES:
+    per_layer *= 2
   # Positions: two gathers and two scatters forward, as many backward, and the
   # gathers once more.
   per_layer += 10 * size * shard * model.model_size * others(mesh.tensor)

@@ -90,10 +90,10 @@ def ranked(
     total += temporary_scale * estimate.temporary_bytes
     if total > _MARGIN * limit_bytes:
       return 1, total
-    # Of equally fast ones the plainest.
-    rank = math.log(estimate.step_s / settings.num_tokens, _TIE)
+    # Of equally fast ones the plainest, then the one that needs the least.
+    rank = round(math.log(estimate.step_s / settings.num_tokens, _TIE))
     mesh = settings.mesh
-    return 0, round(rank), sum(n > 1 for n in mesh), mesh.tensor, mesh.sequence
+    return 0, rank, (mesh.sequence > 1) + (mesh.tensor > 1), total
 
   return sorted(_all(request), key=key)
 
