@@ -26,9 +26,25 @@ _OWN_FLAGS = {
     'actor_python',
     'evaluator_python',
   },
+  'plan': {
+    'model',
+    'topology',
+    'data_axis',
+    'fsdp_axis',
+    'sequence_axis',
+    'tensor_axis',
+    'row_length',
+    'rows',
+    'micro_batches',
+    'dtype',
+    'remat',
+    'compiler',
+  },
   'replay_server': _ROLE
   | {'server_index', 'port', 'columns_file', 'replay_restore'},
 }
+# Those that do not take the config of a run.
+_WITHOUT_CONFIG = ('check_environment', 'plan')
 
 
 def test_every_binary_is_listed():
@@ -49,16 +65,17 @@ def test_help_is_quick_and_complete(start, name):
   assert process.err == ''
   assert process.out.startswith(f'python -m launch.{name}\n')
   listed = re.findall(r'^  --(\w+)$', process.out, re.MULTILINE)
-  config = [] if name == 'check_environment' else list(flat.scalar_fields())
+  config = [] if name in _WITHOUT_CONFIG else list(flat.scalar_fields())
   assert sorted(listed) == sorted([*_OWN_FLAGS[name], *config])
 
 
 @pytest.mark.parametrize('name', _OWN_FLAGS)
 def test_a_bad_flag_is_one_quick_line(refused, name):
   start_s = time.monotonic()
-  line = refused(name, '--sed=1')
+  flag, meant = ('mode', 'model') if name == 'plan' else ('sed', 'seed')
+  line = refused(name, f'--{flag}=1')
   assert time.monotonic() - start_s < 2.0
-  assert line == 'error: unknown flag --sed; did you mean --seed?'
+  assert line == f'error: unknown flag --{flag}; did you mean --{meant}?'
 
 
 @pytest.mark.parametrize(
