@@ -22,6 +22,7 @@ from typing import Any
 from typing import IO
 
 from launch import columns as columns_lib
+from launch import group as group_lib
 from launch import interpreters as interpreters_lib
 from launch import supervisor as supervisor_lib
 from launch import topology
@@ -125,6 +126,7 @@ def make_specs(
   run_dir: pathlib.Path,
   ports: Sequence[int],
   *,
+  coordinator_port: int = 0,
   interpreters: Mapping[str, Sequence[str]] | None = None,
   columns_file: bool = False,
   replay_restore: str = 'auto',
@@ -135,6 +137,7 @@ def make_specs(
     config: of the run.
     run_dir: of the run.
     ports: one per replay server.
+    coordinator_port: of the first of several learner processes.
     interpreters: by kind of role, how to start Python; None for this one.
     columns_file: whether the servers ask the learner instead of the environment
       for their columns.
@@ -172,14 +175,8 @@ def make_specs(
         stop_last=True,
       )
     )
-  specs.append(
-    supervisor_lib.ProcessSpec(
-      name=metrics.LEARNER,
-      command=command(metrics.LEARNER, servers),
-      saves=True,
-      completes=True,
-    )
-  )
+  learner = command(metrics.LEARNER, servers)
+  specs += _learner_specs(config.mesh.num_learners, learner, coordinator_port)
   specs += [
     supervisor_lib.ProcessSpec(
       name=f'{metrics.ACTOR}_{i}',
@@ -197,6 +194,32 @@ def make_specs(
       )
     )
   return specs
+
+
+def _learner_specs(
+  count: int, command: Sequence[str], coordinator_port: int
+) -> list[supervisor_lib.ProcessSpec]:
+  """One learner process, or several that are restarted together.
+
+  The death of a single learner ends the run, as what caused it would most
+  often cause it again. Several may be on as many machines, each of which may
+  fail: there the newest checkpoint is worth a try.
+  """
+  flags = lambda i: (
+    f'--learner_index={i}',
+    f'--coordinator_address=localhost:{coordinator_port}',
+  )
+  return [
+    supervisor_lib.ProcessSpec(
+      name=group_lib.role_name(i),
+      command=[*command, *(flags(i) if count > 1 else ())],
+      restart=count > 1,
+      group=metrics.LEARNER if count > 1 else '',
+      saves=True,
+      completes=True,
+    )
+    for i in range(count)
+  ]
 
 
 class SolvedCheck:

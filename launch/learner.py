@@ -9,9 +9,12 @@ from absl import flags
 
 from launch import app
 from launch import columns
+from launch import group as group_lib
 from launch import shutdown
 from launch import topology
 from tunix_reverb import errors
+
+group_lib.define_flags()
 
 
 def run_learner(context: app.RoleContext) -> int:
@@ -31,11 +34,11 @@ def run_learner(context: app.RoleContext) -> int:
   milestones = milestones_lib.Milestones(context.run_dir, context.role)
   milestones.mark('imported')
   config, stop, watchdog = context.config, context.stop, context.watchdog
-  addresses = topology.replay_servers(
-    flags.FLAGS.replay_servers, context.run_dir
-  )
+  given = flags.FLAGS.replay_servers
+  addresses = topology.replay_servers(given, context.run_dir)
+  group = group_lib.join(context)
   agent = builder.make_agent(config)
-  if context.run_dir is not None:
+  if context.run_dir is not None and group.index == 0:
     columns.write(context.run_dir, agent.columns)
   client = config.replay.replay_client
   with watchdog.waiting('learner waits for XLA to compile its updates'):
@@ -50,13 +53,14 @@ def run_learner(context: app.RoleContext) -> int:
     timeout_s=config.watchdog_s,
     client=client,
   )
-  sampler = clients.make_sampler(
-    addresses, columns=agent.columns, client=client
-  )
-  sink = clients.make_variable_sink(
-    addresses[0], run_dir=context.run_dir, client=client
-  )
-  publisher = publisher_lib.Publisher(sink)
+  own = group_lib.own_servers(addresses, config)
+  sampler = clients.make_sampler(own, columns=agent.columns, client=client)
+  publisher = None
+  if group.index == 0:
+    sink = clients.make_variable_sink(
+      addresses[0], run_dir=context.run_dir, client=client
+    )
+    publisher = publisher_lib.Publisher(sink)
   permit_table = builder.make_permit_table(config, addresses)
   session = session_lib.LearnerSession(
     config,
@@ -71,25 +75,24 @@ def run_learner(context: app.RoleContext) -> int:
     run_dir=context.run_dir,
     served_version=clients.served_version(addresses[0], stop, client=client),
     permit_table=permit_table,
+    group=group,
   )
   try:
-    threading.Thread(
-      target=lambda: (stop.wait(), session.stop()),
-      name='stop learner',
-      daemon=True,
-    ).start()
-    with watchdog.waiting(
-      'learner waits for items of table trajectories of ' + ', '.join(addresses)
-    ):
+    stops = lambda: (stop.wait(), session.stop())
+    threading.Thread(target=stops, name='stop learner', daemon=True).start()
+    what = f'learner waits for items of table trajectories of {", ".join(own)}'
+    with watchdog.waiting(what), group_lib.ending_alone(context.role):
       session.run()
   finally:
     began_s = time.monotonic()
     unsaved = session.close()
-    publisher.close(timeout_s=1.0)
-    sink.close()
+    if publisher is not None:
+      publisher.close(timeout_s=1.0)
+      sink.close()
     sampler.close()
     if permit_table is not None:
       permit_table.close()
+    group_lib.leave(group)
     print(f'learner: closed in {time.monotonic() - began_s:.1f} s', flush=True)
   if unsaved:
     raise errors.CheckpointError(unsaved)
@@ -98,7 +101,12 @@ def run_learner(context: app.RoleContext) -> int:
 
 def main() -> None:
   """Entry point."""
-  app.run(run_learner, role='learner', single_threaded_xla=True)
+  app.run(
+    run_learner,
+    role='learner',
+    make_role_name=group_lib.given_role_name,
+    single_threaded_xla=True,
+  )
 
 
 if __name__ == '__main__':

@@ -63,7 +63,9 @@ def run_local(context: app.RoleContext) -> int:
       'from the beginning.',
       flush=True,
     )
-  ports = topology.pick_free_ports(config.replay.num_servers)
+  *ports, coordinator_port = topology.pick_free_ports(
+    config.replay.num_servers + 1
+  )
   topology.write(run_dir, [f'localhost:{port}' for port in ports])
   # Of the part of the run before: its columns may have been others.
   (run_dir / columns.FILE).unlink(missing_ok=True)
@@ -75,6 +77,7 @@ def run_local(context: app.RoleContext) -> int:
         config,
         run_dir,
         ports,
+        coordinator_port=coordinator_port,
         interpreters=commands,
         columns_file=metrics.REPLAY_SERVER in named,
         replay_restore=flags.FLAGS.replay_restore,

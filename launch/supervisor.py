@@ -38,6 +38,8 @@ class ProcessSpec:
     saves: whether it saves what it holds when told to stop; a failure is told.
     completes: whether its exit with status 0 is the orderly end of the run.
     stop_last: told to stop only when the others have ended.
+    group: processes of one group cannot go on without each other: when one
+      dies, the rest are killed, and all are restarted together.
   """
 
   name: str
@@ -47,6 +49,7 @@ class ProcessSpec:
   saves: bool = False
   completes: bool = False
   stop_last: bool = False
+  group: str = ''
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -246,13 +249,32 @@ class Supervisor:
     elif not spec.restart or status == _USER_ERROR_STATUS:
       reason = f'{spec.name} ended ({describe_status(status)})'
       self._fail(process, reason + self._told(spec.name), status)
+    elif spec.group:
+      self._schedule_group_restart(process, status, now)
     else:
       self._schedule_restart(process, status, now)
 
-  def _schedule_restart(
+  def _schedule_group_restart(
     self, process: _Process, status: int, now: float
   ) -> None:
-    name = process.spec.name
+    """Ends the rest of the group at once: they may wait for the dead one."""
+    first, *rest = (
+      p for p in self._processes if p.spec.group == process.spec.group
+    )
+    for member in (first, *rest):
+      if member.running:
+        _kill_group(member.popen.pid)
+        member.popen.wait()
+        member.popen = None
+    # The first one keeps the group's history of deaths.
+    self._schedule_restart(first, status, now, dead=process.spec.name)
+    for member in rest:
+      member.restart_at_s = first.restart_at_s
+
+  def _schedule_restart(
+    self, process: _Process, status: int, now: float, dead: str = ''
+  ) -> None:
+    name = dead or process.spec.name
     healthy = now - process.started_s >= self._back_off.healthy_s
     process.deaths_in_a_row = 1 if healthy else process.deaths_in_a_row + 1
     if process.deaths_in_a_row >= self._back_off.max_deaths:
@@ -269,8 +291,11 @@ class Supervisor:
       else min(2 * process.delay_s, self._back_off.longest_s)
     )
     process.restart_at_s = now + process.delay_s
+    told, what = '', 'restart'
+    if dead:
+      told, what = self._told(name), f'restart of group {process.spec.group}'
     self._say(
-      f'{name} died ({describe_status(status)}); restart in '
+      f'{name} died ({describe_status(status)}){told}; {what} in '
       f'{process.delay_s:g} s'
     )
 

@@ -71,13 +71,21 @@ def replay_servers(
       'or run_dir must hold a topology.json'
     )
   for address in addresses:
-    host, _, port = address.rpartition(':')
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-      raise errors.UserError(
-        f'replay_servers ({address!r}) must be host:port, such as '
-        'localhost:8000'
-      )
+    check_address('replay_servers', address)
   return addresses
+
+
+def check_address(flag: str, address: str) -> None:
+  """Refuses what is not host:port.
+
+  Raises:
+    errors.UserError: it is not; the message names the flag.
+  """
+  host, _, port = address.rpartition(':')
+  if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    raise errors.UserError(
+      f'{flag} ({address!r}) must be host:port, such as localhost:8000'
+    )
 
 
 def _read(path: pathlib.Path) -> list[str]:

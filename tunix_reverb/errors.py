@@ -44,3 +44,7 @@ class PoisonItemError(ValueError):
     """Args: message: names the item and what is wrong. key: of the item."""
     super().__init__(message)
     self.key = key
+
+
+class PeerLostError(RuntimeError):
+  """Another process of the learner died or did not answer in time."""

@@ -28,6 +28,7 @@ replay_checkpoint_period_s replay_checkpoints_to_keep
 max_policy_lag max_age_s sweep_period_s
 bucket_lengths batch_positions packing_window prefetch_batches
 data_axis fsdp_axis sequence_axis tensor_axis virtual_devices
+num_learners
 learning_rate learning_rate_end learning_rate_decay_steps max_grad_norm
 discount_factor rho_bar c_bar vtrace_lambda baseline_cost entropy_cost
 reward_clip reward_scale publish_period max_learner_steps

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import functools
 import pathlib
 from typing import Any
 
@@ -31,6 +32,8 @@ from tunix_reverb.environments import factory
 from tunix_reverb.learner import admission as admission_lib
 from tunix_reverb.learner import checkpoints
 from tunix_reverb.learner import feed as feed_lib
+from tunix_reverb.learner import group as group_lib
+from tunix_reverb.learner import group_feed
 from tunix_reverb.learner import learner as learner_lib
 from tunix_reverb.learner import optimiser as optimiser_lib
 from tunix_reverb.learner import publisher as publisher_lib
@@ -39,6 +42,7 @@ from tunix_reverb.replay import adder as adder_lib
 from tunix_reverb.replay import clients
 from tunix_reverb.replay import tables
 from tunix_reverb.sharding import mesh as mesh_lib
+from tunix_reverb.sharding import processes
 from tunix_reverb.staleness import bound as bound_lib
 from tunix_reverb.telemetry import drops as drops_lib
 from tunix_reverb.telemetry import metrics as metrics_lib
@@ -229,7 +233,7 @@ class LearnerParts:
 
   Attributes:
     mesh: the device mesh.
-    buckets: batch shapes; rows divide over the mesh.
+    buckets: batch shapes, of the rows that this process packs.
     batch_spec: how a batch lies on the mesh.
     state: fresh `update.LearnerState` on the mesh.
     updates: compiled update by row length.
@@ -250,11 +254,17 @@ def make_learner_parts(
 ) -> LearnerParts:
   """Makes the mesh and the state, and compiles the update of every bucket.
 
+  Args:
+    config: of the run.
+    agent: its specs.
+    devices: of all learner processes; None takes all there are.
+
   Raises:
     errors.UserError: the mesh does not fit the devices, or the model.
   """
   mesh = make_mesh(config.mesh, list(devices or jax.devices()))
   try:
+    processes.check_rows(mesh)
     objective = agent.make_objective(config, mesh)
   except ValueError as e:
     raise errors.UserError(str(e)) from e
@@ -266,13 +276,16 @@ def make_learner_parts(
   update = update_lib.make_update(
     objective, optimiser, mesh, num_micro_batches=num_micro_batches
   )
-  buckets = make_buckets(
-    config, row_multiple=mesh_lib.num_batch_shards(mesh) * num_micro_batches
+  buckets = tuple(
+    bucket._replace(rows=bucket.rows // processes.num_processes(mesh))
+    for bucket in make_buckets(
+      config, row_multiple=mesh_lib.num_batch_shards(mesh) * num_micro_batches
+    )
   )
   updates = {}
   for bucket in buckets:
     batch = packer_lib.empty_batch(bucket, agent.columns)
-    batch = mesh_lib.place_batch(batch, mesh, objective.batch_spec)
+    batch = _place(batch, mesh, objective.batch_spec)
     updates[bucket.length] = update.lower(state, batch).compile()
   return LearnerParts(mesh, buckets, objective.batch_spec, state, updates)
 
@@ -293,6 +306,14 @@ def make_mesh(
       f'must be <= the devices there are ({len(devices)}); virtual_devices '
       'splits a CPU into more'
     )
+  if config.num_learners > 1:
+    devices = processes.by_process(devices)
+    if data * rest != len(devices):
+      raise errors.UserError(
+        f'data_axis * fsdp_axis * sequence_axis * tensor_axis ({data * rest}) '
+        f'must be the devices of all {config.num_learners} learner processes '
+        f'({len(devices)})'
+      )
   return mesh_lib.make_mesh(
     devices[: data * rest],
     data=data,
@@ -300,6 +321,15 @@ def make_mesh(
     sequence=config.sequence_axis,
     tensor=config.tensor_axis,
   )
+
+
+def _place(
+  batch: types.Batch, mesh: jax.sharding.Mesh, spec: mesh_lib.PartitionSpec
+) -> types.Batch:
+  """Puts this process's rows on the mesh, which may be all there are."""
+  if processes.num_processes(mesh) > 1:
+    return processes.place_local_rows(batch, mesh, spec)
+  return mesh_lib.place_batch(batch, mesh, spec)
 
 
 def make_feed(
@@ -312,9 +342,13 @@ def make_feed(
   learner_version: Callable[[], int],
   on_item: Callable[[], None] = lambda: None,
   admission: admission_lib.Admission | None = None,
+  group: group_lib.Group | None = None,
 ) -> feed_lib.Feed:
   """The feed from a sampler to the mesh; call `start` on it."""
-  return feed_lib.Feed(
+  make = feed_lib.Feed
+  if group is not None and group.size > 1:
+    make = functools.partial(group_feed.GroupFeed, group=group)
+  return make(
     sampler,
     packer_lib.Packer(
       buckets=parts.buckets,
@@ -323,13 +357,12 @@ def make_feed(
       max_trajectories=(
         0 if admission is None else config.trajectories_per_update
       ),
-      num_shards=mesh_lib.num_batch_shards(parts.mesh),
+      num_shards=mesh_lib.num_batch_shards(parts.mesh)
+      // processes.num_processes(parts.mesh),
     ),
     bound=make_bound(config),
     drops=drops,
-    place=lambda batch: mesh_lib.place_batch(
-      batch, parts.mesh, parts.batch_spec
-    ),
+    place=lambda batch: _place(batch, parts.mesh, parts.batch_spec),
     learner_version=learner_version,
     prefetch_batches=config.batch.prefetch_batches,
     on_item=on_item,
@@ -390,6 +423,7 @@ def make_learner(
   drops: drops_lib.DropCounter,
   publisher: publisher_lib.Publisher | None = None,
   admission: admission_lib.Admission | None = None,
+  group: group_lib.Group | None = None,
   on_report: Callable[[Mapping[str, float], int], None] | None = None,
 ) -> learner_lib.PackedLearner:
   """The learner over any iterator of packed batches."""
@@ -401,6 +435,7 @@ def make_learner(
     drops=drops,
     publisher=publisher,
     admission=admission,
+    group=group,
     limits=learner_lib.RunLimits(
       publish_period=config.learner.publish_period,
       max_non_finite_updates=config.learner.max_non_finite_updates,

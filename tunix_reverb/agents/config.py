@@ -325,6 +325,13 @@ class ExperimentConfig:
   def _validate_mesh(self) -> None:
     split = self.mesh.sequence_axis * self.mesh.tensor_axis
     fields.require(
+      self.mesh.num_learners == 1 or not self.replay.admission,
+      'num_learners',
+      self.mesh.num_learners,
+      'be 1 with admission: one process gives the permits. Set --noadmission '
+      'or --num_learners=1',
+    )
+    fields.require(
       self.agent == 'transformer' or split == 1,
       'sequence_axis and tensor_axis',
       (self.mesh.sequence_axis, self.mesh.tensor_axis),

@@ -80,12 +80,19 @@ class MeshConfig:
   )
   virtual_devices: int = fields.field(
     0,
-    'Devices that the learner splits its CPU into, to try a mesh without '
-    'accelerators; 0 takes the devices there are.',
+    'Devices that each learner process splits its CPU into, to try a mesh '
+    'without accelerators; 0 takes the devices there are.',
+  )
+  num_learners: int = fields.field(
+    1,
+    'Learner processes, whose devices make up one mesh; each packs the rows '
+    'of a batch that lie on its own.',
   )
 
   def __post_init__(self) -> None:
-    fields.positive(self, 'fsdp_axis', 'sequence_axis', 'tensor_axis')
+    fields.positive(
+      self, 'fsdp_axis', 'sequence_axis', 'tensor_axis', 'num_learners'
+    )
     fields.non_negative(self, 'data_axis', 'virtual_devices')
 
 

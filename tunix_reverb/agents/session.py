@@ -14,6 +14,7 @@ from tunix_reverb.agents import builder
 from tunix_reverb.agents import config as config_lib
 from tunix_reverb.agents import flat
 from tunix_reverb.learner import checkpoints
+from tunix_reverb.learner import group as group_lib
 from tunix_reverb.learner import learner as learner_lib
 from tunix_reverb.learner import publisher as publisher_lib
 from tunix_reverb.telemetry import compiles
@@ -24,6 +25,16 @@ from tunix_reverb.telemetry import watchdog as watchdog_lib
 _CHECKPOINT_DEADLINE_S = 6.0
 _PUBLISH_DEADLINE_S = 30.0
 _LAST_PUBLISH_DEADLINE_S = 5.0
+# What each of several learner processes reports of itself.
+_OWN_METRICS = (
+  'age_s',
+  'checkpoint_s',
+  'compile_s',
+  'dropped_',
+  'policy_lag',
+  'recompiles_total',
+  'utilisation_',
+)
 
 
 class LearnerSession:
@@ -36,7 +47,7 @@ class LearnerSession:
     parts: builder.LearnerParts,
     *,
     sampler: core.ItemSampler,
-    publisher: publisher_lib.Publisher,
+    publisher: publisher_lib.Publisher | None,
     logger: logger_lib.MetricLogger,
     watchdog: watchdog_lib.Watchdog,
     milestones: milestones_lib.Milestones,
@@ -44,6 +55,7 @@ class LearnerSession:
     run_dir: pathlib.Path | None,
     served_version: int = 0,
     permit_table: core.PermitTable | None = None,
+    group: group_lib.Group | None = None,
   ):
     """Wires the learner; nothing runs before `run`.
 
@@ -52,7 +64,7 @@ class LearnerSession:
       agent: its specs.
       parts: the compiled update and the fresh state.
       sampler: where items come from.
-      publisher: where variables go.
+      publisher: where variables go; None in all processes but the first.
       logger: writes the metrics.
       watchdog: is told of every item and report.
       milestones: is told how far the learner has got.
@@ -61,10 +73,12 @@ class LearnerSession:
       served_version: version of the variables that actors may hold, of a
         learner that died after its last checkpoint: ours come after it.
       permit_table: where permits go, with admission.
+      group: the processes of this learner; None for this one alone.
     """
     self._config = config
     self._sampler = sampler
     self._publisher = publisher
+    self._group = group or group_lib.Group()
     self._served_version = served_version
     self._logger = logger
     self._watchdog = watchdog
@@ -73,17 +87,11 @@ class LearnerSession:
     self._drops = builder.make_drop_counter()
     self._admission = self._make_admission(permit_table)
     self._feed = self._make_feed(agent, parts)
-    self.learner = builder.make_learner(
-      config,
-      parts,
-      batches=self._feed,
-      drops=self._drops,
-      publisher=publisher,
-      admission=self._admission,
-      on_report=self._report,
-    )
+    self.learner = self._make_learner(parts)
     self._checkpoints = (
-      None if run_dir is None else _Checkpoints(config, run_dir, self.learner)
+      None
+      if run_dir is None
+      else _Checkpoints(config, run_dir, self.learner, self._group)
     )
 
   def _make_feed(self, agent: Any, parts: builder.LearnerParts) -> Any:
@@ -96,6 +104,21 @@ class LearnerSession:
       learner_version=lambda: self.learner.policy_version,
       on_item=self._watchdog.progress,
       admission=self._admission,
+      group=self._group,
+    )
+
+  def _make_learner(
+    self, parts: builder.LearnerParts
+  ) -> learner_lib.PackedLearner:
+    return builder.make_learner(
+      self._config,
+      parts,
+      batches=self._feed,
+      drops=self._drops,
+      publisher=self._publisher,
+      admission=self._admission,
+      group=self._group,
+      on_report=self._report,
     )
 
   def _make_admission(self, table: core.PermitTable | None) -> Any:
@@ -119,6 +142,7 @@ class LearnerSession:
     self._restore()
     learner = self.learner
     learner.policy_version = max(learner.policy_version, self._served_version)
+    self._agree_on_start()
     if not self.learner.publish(wait_s=_PUBLISH_DEADLINE_S):
       raise errors.DeadlineExceededError(
         'learner waited for the replay server to confirm its first variables '
@@ -138,8 +162,24 @@ class LearnerSession:
       self.learner.run(last - self.learner.learner_step)
     if self.is_complete:
       # Whatever the period, the last evaluation is of the last params.
-      self._publisher.wait(_LAST_PUBLISH_DEADLINE_S)
+      if self._publisher is not None:
+        self._publisher.wait(_LAST_PUBLISH_DEADLINE_S)
       self.learner.publish(wait_s=_LAST_PUBLISH_DEADLINE_S)
+
+  def _agree_on_start(self) -> None:
+    """Makes sure that all processes of the learner start from the same state.
+
+    Raises:
+      errors.CheckpointError: they have restored different ones.
+    """
+    self._group.agree()
+    steps = self._group.all('learner_step')
+    if len(set(steps)) > 1:
+      raise errors.CheckpointError(
+        f'the learner processes start from different learner steps ({steps}): '
+        'run_dir must be a directory that all of them share'
+      )
+    self.learner.policy_version = self._group.first('policy_version')
 
   def stop(self) -> None:
     """Makes `run` return soon; safe from any thread."""
@@ -156,7 +196,7 @@ class LearnerSession:
       self._admission.close()
     self._drops.set_unread('poison', self._sampler.poison_items)
     # What was dropped since the last report, at the shutdown for one.
-    self._logger.write(
+    self._write(
       {
         **self.learner.report.drops(),
         'learner_step': float(self.learner.learner_step),
@@ -179,17 +219,27 @@ class LearnerSession:
     if self._checkpoints is not None:
       self._checkpoints.save_if_due()
       checkpoint_s = self._checkpoints.blocked_s
-    self._logger.write(
+    self._write(
       {
         **metrics,
         **({} if self._admission is None else self._admission.metrics()),
         'recompiles_total': self._compiles.recompiles,
         'compile_s': self._compiles.compile_s,
         'checkpoint_s': checkpoint_s,
-        'publish_s': self._publisher.publish_s,
+        'publish_s': self._publisher.publish_s if self._publisher else 0.0,
       },
       learner_step,
     )
+
+  def _write(self, metrics: Mapping[str, Any], learner_step: int) -> None:
+    """Writes metrics; what the first process tells for all, it alone tells."""
+    if self._group.index:
+      metrics = {
+        name: value
+        for name, value in metrics.items()
+        if name.startswith(_OWN_METRICS)
+      }
+    self._logger.write(metrics, learner_step)
 
 
 class _Checkpoints:
@@ -204,13 +254,16 @@ class _Checkpoints:
     config: config_lib.ExperimentConfig,
     run_dir: pathlib.Path,
     learner: learner_lib.PackedLearner,
+    group: group_lib.Group,
   ):
     self._config = config
     self._learner = learner
+    self._group = group
     self._checkpointer = checkpoints.LearnerCheckpointer(
       builder.checkpoint_dir(run_dir),
       max_to_keep=config.learner.learner_checkpoints_to_keep,
     )
+    group.vote('save', self._is_due)
     self._step: int | None = 0  # Of the last save; None if it failed.
     self._at_s = time.monotonic()
     self.blocked_s = 0.0
@@ -229,11 +282,21 @@ class _Checkpoints:
 
   def save_if_due(self) -> None:
     """Saves once per period."""
-    period_s = self._config.learner.learner_checkpoint_period_s
-    if period_s and time.monotonic() - self._at_s >= period_s:
+    if self._group.first('save'):
       error = self._save()
       if error:  # Training goes on; the next one tries anew.
         print(f'warning: {error}', flush=True)
+
+  def _is_due(self) -> bool:
+    period_s = self._config.learner.learner_checkpoint_period_s
+    if not period_s or time.monotonic() - self._at_s < period_s:
+      return False
+    if self._checkpointer.is_saving:
+      return False
+    error = self._wait(time.monotonic())  # Of the one before.
+    if error:
+      print(f'warning: {error}', flush=True)
+    return True
 
   def close(self) -> str:
     """Saves what the last checkpoint lacks; waits until it is on disk.

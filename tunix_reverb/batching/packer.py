@@ -125,6 +125,24 @@ class Packer:
     most = self._max_trajectories
     return 0 < most <= sum(p.index.size for p in self._pending)
 
+  def next_bucket(self) -> int:
+    """Index of the bucket of the next batch; -1 if nothing is pending.
+
+    When the packer is ready, larger buckets can be filled as well.
+    """
+    if not self._pending:
+      return -1
+    oldest = int(self._pending[0].positions()[0])
+    positions = self.pending_lengths + 1
+    last = len(self._buckets) - 1
+    for index, bucket in enumerate(self._buckets[:last]):
+      if bucket.length < oldest:
+        continue
+      fitting = int(positions[positions <= bucket.length].sum())
+      if fitting >= _FULL * bucket.positions:
+        return index
+    return last
+
   def oldest_created_at_s(self) -> float | None:
     """When the oldest pending trajectory was created; None if there is none."""
     if not self._pending:
@@ -170,7 +188,15 @@ class Packer:
       return None
     if self._max_trajectories:
       return self._pack_by_number()
-    return self._pack(self._choose_bucket())
+    return self._pack(self._buckets[self.next_bucket()])
+
+  def pop_bucket(self, index: int) -> types.PackedBatch:
+    """A batch of a given bucket, of whatever fits it; it may hold nothing.
+
+    Args:
+      index: of the bucket.
+    """
+    return self._pack(self._buckets[index])
 
   def _pack_by_number(self) -> types.PackedBatch:
     """Packs the oldest permits' trajectories into the smallest bucket."""
@@ -196,22 +222,10 @@ class Packer:
       bucket, np.pad(row, left, constant_values=-1), np.pad(start, left)
     )
 
-  def _choose_bucket(self) -> buckets_lib.Bucket:
-    oldest = int(self._pending[0].positions()[0])
-    positions = self.pending_lengths + 1
-    for bucket in self._buckets[:-1]:
-      if bucket.length < oldest:
-        continue
-      fitting = int(positions[positions <= bucket.length].sum())
-      if fitting >= _FULL * bucket.positions:
-        return bucket
-    return self._buckets[-1]
-
   def _pack(self, bucket: buckets_lib.Bucket) -> types.PackedBatch:
     positions = self.pending_lengths + 1
-    carried = np.repeat(
-      [p.carried for p in self._pending],
-      [p.index.size for p in self._pending],
+    carried = np.array(
+      [p.carried for p in self._pending for _ in range(p.index.size)], np.bool_
     )
     row = np.full(positions.size, -1, np.int32)
     start = np.zeros(positions.size, np.int32)
@@ -281,7 +295,7 @@ class _BatchBuilder:
       ),
       columns.core_state,
     )
-    self._segments: list[types.Segments] = []
+    self._segments = [_no_segments()]
 
   def copy(
     self,
@@ -358,6 +372,19 @@ class _BatchBuilder:
     return types.PackedBatch(
       batch=self.batch(), segments=segments, bucket=self._bucket.length
     )
+
+
+def _no_segments() -> types.Segments:
+  """Those of a batch that holds nothing."""
+  none = np.zeros(0, np.int32)
+  return types.Segments(
+    row=none,
+    start=none,
+    length=none,
+    policy_version=none,
+    created_at_s=np.zeros(0, np.float64),
+    permit_id=np.zeros(0, np.int64),
+  )
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:

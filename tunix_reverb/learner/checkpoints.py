@@ -27,6 +27,8 @@ _SEAL = 'checksums.json'
 _LEAVES = 'leaves.json'
 _TMP_MARK = '.orbax-checkpoint-tmp'
 _READ_BYTES = 1 << 22
+# For the last writes of other processes, once the first one has sealed all.
+_OTHERS_DEADLINE_S = 10.0
 
 Metadata = Mapping[str, Any]
 
@@ -34,7 +36,9 @@ Metadata = Mapping[str, Any]
 class LearnerCheckpointer:
   """Saves and restores learner states under one local directory.
 
-  One writer per directory. Not thread-safe: one thread calls it.
+  One writer per directory. Not thread-safe: one thread calls it. Of several JAX
+  processes all must call the same methods: each writes and reads its own parts
+  of the arrays, and the first one does the rest.
   """
 
   def __init__(self, directory: str | os.PathLike[str], *, max_to_keep: int):
@@ -48,6 +52,7 @@ class LearnerCheckpointer:
       raise ValueError(f'max_to_keep ({max_to_keep}) must be >= 1')
     self._directory = pathlib.Path(directory).absolute()
     self._max_to_keep = max_to_keep
+    self._is_first = jax.process_index() == 0
     # Imported here: a tenth of a role's start, for those that save or load.
     import orbax.checkpoint as ocp
 
@@ -78,7 +83,10 @@ class LearnerCheckpointer:
         call tries anew.
     """
     self.check()
-    if self._thread is not None and self._thread.is_alive():
+    if self._thread is not None and not self._is_first:
+      # The first process is through with it, or it would not save again.
+      self._thread.join(_OTHERS_DEADLINE_S)
+    if self.is_saving:
       return False
     path = self._directory / str(step)
     if (path / _SEAL).exists() and step not in self._damaged:
@@ -106,6 +114,11 @@ class LearnerCheckpointer:
     )
     self._thread.start()
     return True
+
+  @property
+  def is_saving(self) -> bool:
+    """Whether a checkpoint is being written."""
+    return self._thread is not None and self._thread.is_alive()
 
   def check(self) -> None:
     """Raises `errors.CheckpointError`, once, if a background save failed."""
@@ -215,6 +228,8 @@ class LearnerCheckpointer:
     """Background thread: waits for the files, seals them, tidies up."""
     try:
       self._checkpointer.wait_until_finished()
+      if not self._is_first:
+        return
       (path / _LEAVES).write_text(json.dumps(leaves), encoding='utf-8')
       _seal(path)
       self._prune()
@@ -235,7 +250,7 @@ class LearnerCheckpointer:
 
   def _remove_incomplete(self) -> None:
     """Removes what interrupted saves left; call while none is running."""
-    if not self._directory.is_dir():
+    if not self._is_first or not self._directory.is_dir():
       return
     for path in self._directory.iterdir():
       name = path.name

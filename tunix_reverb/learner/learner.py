@@ -21,8 +21,10 @@ from tunix_reverb import errors
 from tunix_reverb import types
 from tunix_reverb.learner import admission as admission_lib
 from tunix_reverb.learner import feed as feed_lib
+from tunix_reverb.learner import group as group_lib
 from tunix_reverb.learner import publisher as publisher_lib
 from tunix_reverb.learner import report as report_lib
+from tunix_reverb.sharding import processes
 from tunix_reverb.staleness import bound as bound_lib
 from tunix_reverb.telemetry import drops as drops_lib
 from tunix_reverb.telemetry import timing
@@ -66,6 +68,7 @@ class PackedLearner(core.Learner):
     limits: RunLimits = RunLimits(),
     policy_version: int = 0,
     admission: admission_lib.Admission | None = None,
+    group: group_lib.Group | None = None,
     on_report: Callable[[Mapping[str, float], int], None] | None = None,
   ):
     """Starts from `state`.
@@ -81,6 +84,8 @@ class PackedLearner(core.Learner):
       policy_version: version published last.
       admission: gets the permits of what was learnt back, and says when the
         next version may be published; None always lets it.
+      group: the processes of this learner, all of which must call the same
+        methods in the same order; None for this one alone.
       on_report: takes (metrics, learner_step) every `report_period_s`.
     """
     self._state = state
@@ -93,10 +98,26 @@ class PackedLearner(core.Learner):
     self._admission = admission
     self._on_report = on_report
     self._stopped = False
+    self._next_report_s = 0.0
     self.policy_version = policy_version
     self.learner_step = int(state.learner_step)
     self.account = timing.TimeAccount('compute', 'waiting', 'publishing')
-    self.report = report_lib.LearnerReport(drops, self.account)
+    self._group = group or group_lib.Group()
+    self.report = report_lib.LearnerReport(
+      drops, self.account, num_processes=self._group.size
+    )
+    self._vote()
+
+  def _vote(self) -> None:
+    vote = self._group.vote
+    vote('stop', lambda: self._stopped)
+    vote('report', lambda: time.monotonic() >= self._next_report_s)
+    vote(
+      'publish', lambda: self._publisher is not None and self._publisher.idle
+    )
+    vote('policy_version', lambda: self.policy_version)
+    vote('learner_step', lambda: self.learner_step)
+    vote('transitions', lambda: self.report.learnt_here)
 
   @property
   def state(self) -> Any:
@@ -121,11 +142,12 @@ class PackedLearner(core.Learner):
         f'bucket ({packed.bucket}) must be one of '
         f'{sorted(self._updates)}; the batch fits no compiled update'
       )
-    with self.account.measure('compute'):
+    with self.account.measure('compute'), self._group.computing():
       self._state, metrics = update(self._state, packed.batch)
       jax.block_until_ready(metrics)
     self.learner_step += 1
     self.report.add(packed, self.policy_version, now_s)
+    self.report.set_elsewhere(sum(self._group.others('transitions')))
     is_due = self.learner_step % self._limits.publish_period == 0
     if self._finish(permit_id, publish=is_due):
       self.publish()
@@ -142,15 +164,17 @@ class PackedLearner(core.Learner):
       if num_learner_steps is None
       else self.learner_step + num_learner_steps
     )
-    next_report_s = time.monotonic() + self._limits.report_period_s
+    self._next_report_s = time.monotonic() + self._limits.report_period_s
     metrics: Mapping[str, Any] | None = None
-    while not self._stopped and (target is None or self.learner_step < target):
+    while not self._group.any('stop') and (
+      target is None or self.learner_step < target
+    ):
       try:
         metrics = self.step() or metrics
       except StopIteration:  # Someone else's data may be finite.
         break
-      if time.monotonic() >= next_report_s:
-        next_report_s = time.monotonic() + self._limits.report_period_s
+      if self._group.first('report'):
+        self._next_report_s = time.monotonic() + self._limits.report_period_s
         self._report(metrics)
     self._report(metrics)
 
@@ -167,14 +191,17 @@ class PackedLearner(core.Learner):
     Returns:
       Whether a version was published (and confirmed, with `wait_s`).
     """
-    if self._publisher is None:
-      return False
     with self.account.measure('publishing'):
-      if not self._publisher.idle:
+      if wait_s:
+        self._group.agree()
+      if not self._group.first('publish'):
         return False
       self.policy_version += 1
       # A copy: the next update overwrites the donated buffers.
-      params = jax.tree_util.tree_map(np.array, self._state.params)
+      with self._group.computing():
+        params = processes.to_first(self._state.params)
+      if self._publisher is None:
+        return True
       self._publisher.offer(types.Variables(self.policy_version, params))
       return self._publisher.wait(wait_s) if wait_s else True
 
@@ -221,16 +248,19 @@ class PackedLearner(core.Learner):
       return packed
     feed_lib.count_drops(self._drops, causes, segments.length)
     fresh = causes == bound_lib.FRESH
-    if not fresh.any():
-      return None
-    is_rejected = np.zeros(packed.batch.segment_ids.shape, np.bool_)
+    if not fresh.any() and self._group.size == 1:
+      return None  # Of several processes, another may have fresh ones.
+    rows, length = packed.batch.segment_ids.shape
+    is_rejected = np.zeros((rows // self._group.size, length), np.bool_)
     for row, start, length in zip(
       segments.row[~fresh], segments.start[~fresh], segments.length[~fresh]
     ):
       is_rejected[row, start : start + length] = True
     return dataclasses.replace(
       packed,
-      batch=packed.batch._replace(is_rejected=is_rejected),
+      batch=packed.batch._replace(
+        is_rejected=processes.like(is_rejected, packed.batch.is_rejected)
+      ),
       segments=_select(segments, fresh),
     )
 

@@ -10,13 +10,33 @@ from tunix_reverb.telemetry import timing
 
 
 class LearnerReport:
-  """Gathers rates, policy lags, ages, fill and drops between reports."""
+  """Gathers rates, policy lags, ages, fill and drops between reports.
 
-  def __init__(self, drops: drops_lib.DropCounter, account: timing.TimeAccount):
-    """Reports `drops` and the time of `account` beside its own figures."""
+  Attributes:
+    transitions_total: learnt since training began.
+    learnt_here: of them, those in this process since it began.
+  """
+
+  def __init__(
+    self,
+    drops: drops_lib.DropCounter,
+    account: timing.TimeAccount,
+    *,
+    num_processes: int = 1,
+  ):
+    """Reports `drops` and the time of `account` beside its own figures.
+
+    Args:
+      drops: what was dropped.
+      account: where the time went.
+      num_processes: that each have an equal part of every batch.
+    """
+    self._num_processes = num_processes
     self._drops = drops
     self._account = account
     self.transitions_total = 0
+    self.learnt_here = 0
+    self._elsewhere = 0
     self._steps = statistics.Rate()
     self._transitions = statistics.Rate()
     self._lags = statistics.Window()
@@ -35,12 +55,21 @@ class LearnerReport:
     """
     segments = packed.segments
     transitions = int(segments.length.sum())
-    self.transitions_total += transitions
+    self.learnt_here += transitions
+    self._count(transitions)
     self._steps.add()
-    self._transitions.add(transitions)
     self._lags.add(learner_version - segments.policy_version)
     self._ages_s.add(now_s - segments.created_at_s)
-    self._fills.add(packer.fill(packed))
+    self._fills.add(packer.fill(packed) * self._num_processes)
+
+  def set_elsewhere(self, transitions: int) -> None:
+    """Says how many the other processes of the learner have learnt."""
+    self._count(transitions - self._elsewhere)
+    self._elsewhere = transitions
+
+  def _count(self, transitions: int) -> None:
+    self.transitions_total += transitions
+    self._transitions.add(transitions)
 
   def take(self) -> dict[str, float]:
     """The metrics since the last call."""

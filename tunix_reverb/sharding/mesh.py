@@ -87,6 +87,19 @@ def shard_map(
   )
 
 
+def complete_client(client: Any) -> None:
+  """Gives the client of JAX 0.4.34's coordinator what Orbax asks it for.
+
+  Args:
+    client: of the coordinator of several processes.
+  """
+  kind = type(client)
+  if hasattr(kind, 'key_value_try_get'):
+    return
+  # Raises what the newer method does where there is no such key.
+  kind.key_value_try_get = lambda self, key: self.blocking_key_value_get(key, 1)
+
+
 def batch_spec() -> PartitionSpec:
   """Of every leaf [B, ...] of a batch: rows over (data, fsdp)."""
   return PartitionSpec(BATCH_AXES)
