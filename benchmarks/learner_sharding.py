@@ -67,6 +67,24 @@ def _batch():
   )
 
 
+def _attend(queries, keys, values, ids, constrain):
+  """Attention of as many query as key heads, all [B, L, H, d]."""
+  import jax
+  import jax.numpy as jnp
+
+  from tunix_reverb.sharding import mesh as mesh_lib
+
+  axes = (mesh_lib.BATCH_AXES, mesh_lib.TENSOR, mesh_lib.SEQUENCE, None)
+  scores = jnp.einsum('bqhd,bshd->bhqs', queries, keys)
+  scores = constrain(scores / math.sqrt(queries.shape[-1]), *axes)
+  same = (ids[:, :, None] == ids[:, None, :]) & (ids[:, :, None] > 0)
+  mask = (same & jnp.tri(ids.shape[1], dtype=bool)[None])[:, None]
+  weights = jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1)
+  weights = jnp.where(mask, weights, 0.0)
+  outputs = jnp.einsum('bhqs,bshd->bqhd', weights, values)
+  return constrain(outputs, axes[0], axes[2], axes[1], None)
+
+
 def _outputs(model, specs, params, batch):
   """(log_probs, entropies, values) of whole arrays [B, L], partitioned by XLA.
 
@@ -97,27 +115,16 @@ def _outputs(model, specs, params, batch):
     y = rope.rotate(y, rotation).astype(x.dtype) if turn else y
     return constrain(y, rows, positions, tensor, None)
 
-  def attend(queries, keys, values):
-    scores = jnp.einsum('bqhd,bshd->bhqs', queries, keys)
-    scores = scores / math.sqrt(config.head_size)
-    scores = constrain(scores, rows, tensor, sequence, None)
-    same = (ids[:, :, None] == ids[:, None, :]) & (ids[:, :, None] > 0)
-    mask = (same & jnp.tri(ids.shape[1], dtype=bool)[None])[:, None]
-    weights = jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1)
-    weights = jnp.where(mask, weights, 0.0)
-    return constrain(
-      jnp.einsum('bhqs,bshd->bqhd', weights, values),
-      *(rows, sequence, tensor, None),
-    )
-
   def body(x, layer):
     p = {k: gathered(v, specs['layers'][k][1:]) for k, v in layer.items()}
     y = layers.rms_norm(x, p['attention_norm'], epsilon)
     y = constrain(y, rows, sequence, None)
-    y = attend(
+    y = _attend(
       heads(y, p['query'], sequence),
       heads(y, p['key'], None),
       heads(y, p['value'], None, turn=False),
+      ids,
+      constrain,
     )
     y = y.reshape(*y.shape[:2], -1) @ p['output']
     x = x + constrain(y, rows, own, None)
