@@ -175,6 +175,8 @@ class Shard:
     self.health.heard()
     self._backoff_s = _MIN_BACKOFF_S
     with self._ready:
+      if self._closed:
+        return  # `close` has given back what there was.
       self._moved_at_s = time.monotonic()
       self._owed -= len(items)
       self._items.extend(items)
