@@ -84,6 +84,8 @@ def join(context: app.RoleContext) -> Any:
   from tunix_reverb.sharding import processes
 
   address = flags.FLAGS.coordinator_address
+  # gloo must not run two programs at a time, which `app.run` sees to for roles
+  # that keep XLA single-threaded.
   jax.config.update('jax_cpu_collectives_implementation', 'gloo')
   initialize = jax.distributed.initialize
   newer = {'heartbeat_timeout_seconds': _HEARTBEAT_TIMEOUT_S}
@@ -99,7 +101,12 @@ def join(context: app.RoleContext) -> Any:
       initialization_timeout=int(context.config.watchdog_s) + 60,
       **{name: value for name, value in newer.items() if name in names},
     )
-  return group_lib.Group(processes.Exchange(timeout_s=_PEER_TIMEOUT_S))
+  shutdown.take_over_signals()  # From JAX, which would note preemptions.
+  return group_lib.Group(
+    processes.Exchange(
+      timeout_s=_PEER_TIMEOUT_S, start_timeout_s=context.config.watchdog_s
+    )
+  )
 
 
 @contextlib.contextmanager

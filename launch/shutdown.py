@@ -58,8 +58,7 @@ class StopSignals:
     writer.setblocking(False)
     # The write end must stay open for the life of the process.
     signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
-    for signum in _SIGNALS:
-      signal.signal(signum, lambda *_: None)
+    take_over_signals()
     threading.Thread(
       target=self._listen, name='stop signals', daemon=True
     ).start()
@@ -75,6 +74,12 @@ class StopSignals:
         self.stop.set()
       elif time.monotonic() - first_s > _ECHO_S:
         exit_now(128 + signum)
+
+
+def take_over_signals() -> None:
+  """Has signals noted by Python; call it after what takes them for itself."""
+  for signum in _SIGNALS:
+    signal.signal(signum, lambda *_: None)
 
 
 def enforce_deadline(

@@ -58,7 +58,7 @@ class Process:
         role = next(
           (c.removeprefix('launch.') for c in command if 'launch.' in c), None
         )
-        for flag in ('--actor_id=', '--server_index='):
+        for flag in ('--actor_id=', '--server_index=', '--learner_index='):
           for argument in command:
             if argument.startswith(flag):
               role = f'{role}_{argument.removeprefix(flag)}'

@@ -314,6 +314,24 @@ def test_the_table_of_processes_follows_the_config(tmp_path):
   ]
 
 
+def test_learner_processes_are_a_group_with_one_address(tmp_path):
+  config = flat.from_flat({'num_learners': 2})
+  specs = {
+    s.name: s
+    for s in experiment.make_specs(config, tmp_path, [1], coordinator_port=7)
+  }
+  first, second = specs['learner'], specs['learner_1']
+  assert {'--learner_index=0', '--coordinator_address=localhost:7'} <= {
+    *first.command
+  }
+  assert {'--learner_index=1', '--coordinator_address=localhost:7'} <= {
+    *second.command
+  }
+  assert first.group == second.group == 'learner'
+  assert first.restart and second.restart and second.completes
+  assert {s.group for n, s in specs.items() if 'learner' not in n} == {''}
+
+
 def test_each_kind_of_role_runs_on_its_interpreter(tmp_path):
   config = flat.from_flat({'num_actors': 2})
   specs = experiment.make_specs(

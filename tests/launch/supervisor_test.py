@@ -131,6 +131,34 @@ def test_a_long_life_starts_the_delay_over(supervise):
   assert {line.rpartition('restart in ')[2] for line in said} == {'0.05 s'}
 
 
+def test_a_group_dies_and_is_restarted_together(supervise):
+  supervisor, said = supervise(
+    _spec('learner', _DEAF, restart=True, group='learner'),
+    _spec('learner_1', _DEAF, restart=True, group='learner'),
+    _spec('actor_0', _SLEEP, restart=True),
+  )
+  before = [s.pid for s in supervisor.statuses()]
+  os.kill(before[1], signal.SIGKILL)
+  _poll_until(supervisor, lambda: supervisor.statuses()[1].restarts == 1)
+  after = [s.pid for s in supervisor.statuses()]
+  assert [a == b for a, b in zip(after, before)] == [False, False, True]
+  assert supervisor.restarts() == {'learner': 1, 'learner_1': 1}
+  assert said == [
+    'learner_1 died (killed by SIGKILL); restart of group learner in 0.1 s'
+  ]
+
+
+def test_a_group_that_dies_again_and_again_is_given_up(supervise):
+  supervisor, said = supervise(
+    _spec('learner', _SLEEP, restart=True, group='learner'),
+    _spec('learner_1', 'raise SystemExit(1)', restart=True, group='learner'),
+  )
+  _poll_until(supervisor, lambda: supervisor.outcome)
+  assert supervisor.outcome.failed
+  assert 'learner_1 died 5 times in a row' in supervisor.outcome.reason
+  assert len(said) == 4
+
+
 def test_a_users_mistake_is_not_retried(supervise):
   code = 'import sys; print("error: bad flag"); sys.exit(2)'
   supervisor, said = supervise(_spec('actor_0', code, restart=True))

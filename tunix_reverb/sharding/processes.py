@@ -35,11 +35,12 @@ class Exchange:
   three calls, however many there are.
   """
 
-  def __init__(self, *, timeout_s: float):
+  def __init__(self, *, timeout_s: float, start_timeout_s: float):
     """Call it once in each process, after `jax.distributed.initialize`.
 
     Args:
       timeout_s: how long a process waits for the others in one round.
+      start_timeout_s: the same in the first round, before which each compiles.
     """
     # JAX has no public name for it; Orbax uses the same one.
     from jax._src import distributed
@@ -47,6 +48,7 @@ class Exchange:
     self._client: Any = distributed.global_state.client
     mesh_lib.complete_client(self._client)
     self._timeout_s = timeout_s
+    self._start_timeout_s = start_timeout_s
     self._round = 0
     self.index = jax.process_index()
     self.size = jax.process_count()
@@ -74,13 +76,12 @@ class Exchange:
     return json.loads(everything)
 
   def _get(self, key: str, index: int) -> str:
+    timeout_s = self._timeout_s if self._round > 1 else self._start_timeout_s
     try:
-      return self._client.blocking_key_value_get(
-        key, int(1000 * self._timeout_s)
-      )
+      return self._client.blocking_key_value_get(key, int(1000 * timeout_s))
     except RuntimeError as e:  # XlaRuntimeError, whose name changes.
       raise errors.PeerLostError(
-        f'process {self.index} of {self.size} waited {self._timeout_s:g} s for '
+        f'process {self.index} of {self.size} waited up to {timeout_s:g} s for '
         f'process {index}, which has died, hangs, or cannot be reached'
       ) from e
 
