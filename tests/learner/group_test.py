@@ -296,7 +296,7 @@ def test_learners_update_publish_and_report_together():
   _run(work, [fresh, stale])
   assert learners[0].learner_step == learners[1].learner_step == 6
   assert publisher.versions == list(range(7, 7 + len(publisher.versions)))
-  assert 2 <= len(publisher.versions) < 6
+  assert 2 <= len(publisher.versions) <= 6
   assert learners[0].policy_version == learners[1].policy_version
   assert [step for step, _ in fresh.reports] == [s for s, _ in stale.reports]
   assert fresh.rejected == [0] * 6
