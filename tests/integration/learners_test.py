@@ -23,9 +23,10 @@ _RUN = (
 
 
 def test_a_learner_process_alone_needs_to_be_told_where_the_others_are(refused):
-  line = refused('learner', *_RUN, '--replay_servers=localhost:1')
+  servers = '--replay_servers=localhost:1'
+  line = refused('learner', *_RUN, servers)
   assert 'coordinator_address (none) must be host:port' in line
-  line = refused('learner', *_RUN, '--learner_index=2')
+  line = refused('learner', *_RUN, servers, '--learner_index=2')
   assert 'learner_index (2) must be >= 0 and < num_learners (2)' in line
 
 
