@@ -97,9 +97,7 @@ def _run(main, role, make_role_name, single_threaded_xla, stop_deadline_s):
     parent_pid = os.environ.get(shutdown.PARENT_PID, os.getppid())
     shutdown.die_with_parent(int(parent_pid))
   config = flags.config_from_flags()
-  # One thread would be too few for gloo: devices wait for each other in it.
-  is_alone = role != 'learner' or config.mesh.num_learners == 1
-  set_environment(role, single_threaded_xla and is_alone)
+  set_environment(role, single_threaded_xla)
   if role == 'learner' and config.mesh.virtual_devices:
     add_virtual_devices(config.mesh.virtual_devices)
   logging.set_verbosity(logging.WARNING)

@@ -37,7 +37,7 @@ def test_a_lost_process_restarts_both_from_the_checkpoint(start, tmp_path):
     'local',
     *_RUN,
     '--run_dir=run',
-    '--fsdp_axis=4',  # Params are split over the processes.
+    '--fsdp_axis=2',
     '--learner_checkpoint_period_s=2',
     '--max_learner_steps=400',
   )

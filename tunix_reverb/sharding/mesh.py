@@ -100,6 +100,15 @@ def complete_client(client: Any) -> None:
   kind.key_value_try_get = lambda self, key: self.blocking_key_value_get(key, 1)
 
 
+def has_ordered_gloo() -> bool:
+  """Whether gloo keeps apart what several CPU processes send at a time.
+
+  That of JAX 0.4.34 does not: params that are gathered from other processes
+  come mixed up, and it aborts or hangs. Sums over processes are few, and fine.
+  """
+  return hasattr(jax, 'shard_map')
+
+
 def batch_spec() -> PartitionSpec:
   """Of every leaf [B, ...] of a batch: rows over (data, fsdp)."""
   return PartitionSpec(BATCH_AXES)

@@ -100,7 +100,7 @@ def check_rows(mesh: jax.sharding.Mesh) -> None:
   """Refuses a mesh on which processes do not hold rows of their own.
 
   Raises:
-    ValueError: it is one.
+    ValueError: it is one, or it is more than this JAX can do on CPU.
   """
   shards, processes = mesh_lib.num_batch_shards(mesh), num_processes(mesh)
   blocks = mesh.devices.reshape(shards, -1)
@@ -110,6 +110,15 @@ def check_rows(mesh: jax.sharding.Mesh) -> None:
       f'data_axis * fsdp_axis ({shards}) must be a multiple of num_learners '
       f'({processes}), each with as many devices: a process packs rows of its '
       'own, which sequence_axis and tensor_axis must not split over processes'
+    )
+  if mesh.devices.flat[0].platform != 'cpu' or mesh_lib.has_ordered_gloo():
+    return
+  if any(len({d.process_index for d in x.flat}) > 1 for x in mesh.devices):
+    raise ValueError(
+      f'data_axis ({mesh.shape[mesh_lib.DATA]}) must be a multiple of '
+      f'num_learners ({processes}) on CPU with JAX {jax.__version__}, whose '
+      'gloo cannot gather params from other processes: raise data_axis, or '
+      'give launch.local a newer JAX with --learner_python'
     )
 
 
