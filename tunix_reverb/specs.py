@@ -70,6 +70,7 @@ def trajectories_spec(
   core_state_spec: types.Nest = (),
   *,
   has_turns: bool = False,
+  has_advantage: bool = False,
 ) -> types.Trajectories:
   """Specs of every column of an item; the leading axis N or S is None.
 
@@ -78,6 +79,7 @@ def trajectories_spec(
     core_state_spec: nest of arrays or specs of one (unbatched) recurrent
       state; `()` for feed-forward networks.
     has_turns: whether each transition belongs to a turn.
+    has_advantage: whether actors say the advantage of each action.
 
   Returns:
     `Trajectories` of `ColumnSpec`.
@@ -105,6 +107,7 @@ def trajectories_spec(
     truncated=column(np.bool_),
     permit_id=column(np.int64),
     turn_id=column(np.int32) if has_turns else (),
+    advantage=column(np.float32) if has_advantage else (),
   )
 
 

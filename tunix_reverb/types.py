@@ -63,6 +63,8 @@ class Trajectories(NamedTuple):
       admission.
     turn_id: i32 [S], which turn of its trajectory the action belongs to; `()`
       for agents without turns.
+    advantage: f32 [S], of the action, as a group of trajectories of the same
+      task gives it; `()` where the learner estimates it.
   """
 
   observation: Nest
@@ -80,6 +82,7 @@ class Trajectories(NamedTuple):
   truncated: Any
   permit_id: Any
   turn_id: Any = ()
+  advantage: Any = ()
 
 
 class SampledItem(NamedTuple):
@@ -125,6 +128,7 @@ class Batch(NamedTuple):
     is_rejected: bool [B, L], True on transitions that are too old to learn
       from. They stay in the loss's denominator, so that the others do not weigh
       more. `()` if there are none.
+    advantage: f32 [B, L], `()` where the learner estimates it.
   """
 
   observation: Nest
@@ -139,6 +143,7 @@ class Batch(NamedTuple):
   core_state: Nest
   turn_id: Any = ()
   is_rejected: Any = ()
+  advantage: Any = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -124,6 +124,23 @@ def test_turns_go_with_their_transitions():
   assert packer_lib.empty_batch(bucket, _COLUMNS).turn_id == ()
 
 
+def test_advantages_go_with_their_transitions():
+  columns = specs.trajectories_spec(_SPEC, _CORE, has_advantage=True)
+  packer = packer_lib.Packer(
+    buckets=buckets_lib.make_buckets((8,), batch_positions=8),
+    columns=columns,
+    window=1.0,
+  )
+  advantage = np.array([1.5, 1.5, 1.5, -0.5, -0.5], np.float32)
+  packer.add(_item([3, 2])._replace(advantage=advantage))
+  batch = packer.pop(flush=True).batch
+  assert batch.advantage.dtype == np.float32
+  assert batch.advantage.tolist() == [[1.5, 1.5, 1.5, 0, -0.5, -0.5, 0, 0]]
+  bucket = buckets_lib.Bucket(8, 2)
+  assert packer_lib.empty_batch(bucket, columns).advantage.shape == (2, 8)
+  assert packer_lib.empty_batch(bucket, _COLUMNS).advantage == ()
+
+
 @settings(deadline=None, max_examples=60)
 @given(
   st.lists(

@@ -37,6 +37,18 @@ def test_turns_are_a_column_where_there_are_any():
     with_turns.read(with_turns.flatten(item._replace(turn_id=turns[:5])))
 
 
+def test_advantages_are_a_column_where_there_are_any():
+  columns = test_utils.columns()._replace(
+    advantage=specs.ColumnSpec((None,), np.dtype(np.float32))
+  )
+  codec = columns_lib.ColumnCodec(columns)
+  advantage = np.linspace(-1, 1, 6, dtype=np.float32)
+  item = test_utils.item(lengths=(2, 4))._replace(advantage=advantage)
+  _assert_equal(item, codec.read(codec.flatten(item)))
+  with pytest.raises(errors.SpecMismatchError, match='advantage has 5 rows'):
+    codec.read(codec.flatten(item._replace(advantage=advantage[:5])))
+
+
 @pytest.mark.parametrize('lengths', [(1,), (3,), (2, 4), (1, 1, 1)])
 def test_items_come_back(codec, lengths):
   item = test_utils.item(5, lengths=lengths)

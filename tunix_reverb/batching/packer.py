@@ -29,6 +29,7 @@ _TRANSITION_COLUMNS = (
   'policy_version',
   'loss_mask',
   'turn_id',
+  'advantage',
 )
 
 

@@ -175,6 +175,7 @@ def inconsistency(item: types.Trajectories) -> str | None:
     'policy_version': s,
     'loss_mask': s,
     'turn_id': s,
+    'advantage': s,
   }  # pyformat: skip
   for name, size in expected.items():
     for leaf in tree.flatten(getattr(item, name)):
