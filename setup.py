@@ -51,6 +51,20 @@ _ENVIRONMENTS = {
   'envpool': ['envpool>=1.2.5'],
 }
 
+# Turn environments with tools, language models and their tokenisers.
+_AGENTS = [
+  'gguf>=0.17',
+  'httpx',
+  'jinja2',
+  'mcp>=1.9',
+  'pydantic-monty>=0.0.3',
+  'reasoning-gym>=0.1.19',
+  'safetensors>=0.4.3',
+  'starlette',
+  'tokenizers>=0.20',
+  'uvicorn',
+]
+
 _EXTRAS = {
   # The Reverb lane, where the replay server lives; every role may.
   # The last wheel of dm-reverb: x86-64 Linux, Python 3.9-3.11, built against
@@ -64,12 +78,14 @@ _EXTRAS = {
   'environments': sorted(
     {package for packages in _ENVIRONMENTS.values() for package in packages}
   ),
+  'agents': _AGENTS,
   'dev': [
     'distrax',
     'grpcio-tools',
     'hypothesis',
     'import-linter',
     'mypy',
+    'openai',
     'psutil',
     'pytest>=9',
     'pytest-timeout',

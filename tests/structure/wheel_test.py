@@ -64,8 +64,8 @@ def test_wheel_says_what_it_needs(wheel):
   assert metadata['Requires-Python'] == '>=3.11'
   assert metadata['License'] == 'Apache-2.0'
   assert set(metadata.get_all('Provides-Extra')) == {
-      'atari', 'bsuite', 'dev', 'dm-control', 'environments', 'envpool', 'gym',
-      'modern', 'reverb', 'tpu-plan',
+      'agents', 'atari', 'bsuite', 'dev', 'dm-control', 'environments',
+      'envpool', 'gym', 'modern', 'reverb', 'tpu-plan',
   }  # fmt: skip
   core = [n for n in metadata.get_all('Requires-Dist') if 'extra ==' not in n]
   assert not [n for n in core if n.startswith(('tensorflow', 'dm-reverb'))]

@@ -1,0 +1,1 @@
+"""Pretrained models: reading and writing checkpoints of others."""

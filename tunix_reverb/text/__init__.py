@@ -1,0 +1,1 @@
+"""Text and tokens: tokenisers and the formats of conversations."""
