@@ -138,20 +138,27 @@ def reference_attention(
   """
   rows, length, heads, size = queries.shape
   kv_heads = keys.shape[2]
+  # Products of matrices, one for each row and key head: [B, K, G Q, d].
   grouped = queries.reshape(rows, length, kv_heads, heads // kv_heads, size)
+  grouped = jnp.transpose(grouped, (0, 2, 3, 1, 4))
+  keys, values = jnp.moveaxis(keys, 2, 1), jnp.moveaxis(values, 2, 1)
   scores = jnp.einsum(
-    'bqkgd,bskd->bkgqs', grouped, keys, preferred_element_type=jnp.float32
+    'bknd,bksd->bkns',
+    grouped.reshape(rows, kv_heads, -1, size),
+    keys,
+    preferred_element_type=jnp.float32,
   ) / math.sqrt(size)
+  scores = scores.reshape(*grouped.shape[:4], -1)
   q_ids, kv_ids = q_segment_ids[:, :, None], kv_segment_ids[:, None, :]
   same = (q_ids == kv_ids) & (q_ids > 0)
   iota = lambda dim: jax.lax.broadcasted_iota(jnp.int32, same.shape, dim)
   mask = (same & (iota(2) <= iota(1) + q_start))[:, None, None]
   scores = jnp.where(mask, scores, -1e30)
-  weights = jnp.where(mask, jax.nn.softmax(scores), 0.0)
+  weights = jnp.where(mask, jax.nn.softmax(scores), 0.0).astype(values.dtype)
   outputs = jnp.einsum(
-    'bkgqs,bskd->bqkgd', weights.astype(values.dtype), values
-  )
-  return outputs.reshape(queries.shape)
+    'bkns,bksd->bknd', weights.reshape(rows, kv_heads, -1, keys.shape[2]), values
+  ).reshape(grouped.shape)
+  return jnp.transpose(outputs, (0, 3, 1, 2, 4)).reshape(queries.shape)
 
 
 def _splash() -> Any:
