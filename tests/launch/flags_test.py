@@ -18,7 +18,7 @@ from tunix_reverb.agents import flat
 _FLAGS = """
 agent environment seed watchdog_s
 torso hidden_sizes core core_size
-model compute_dtype remat importance_ratio
+model compute_dtype remat importance_ratio temperature
 num_actors environments_per_actor environment_mode environment_timeout_s
 trajectory_length item_bytes item_age_s variable_update_period_s
 replay_client replay_mode sampler priority_exponent max_table_items

@@ -67,7 +67,12 @@ class TransformerAgent(agent_lib.Agent):
       dtype=config.transformer.compute_dtype, remat=config.transformer.remat
     )
     return objectives.token_objective(
-      model_lib.make_transformer(self.model, mesh, compute),
+      model_lib.make_transformer(
+        self.model,
+        mesh,
+        compute,
+        temperature=config.transformer.temperature,
+      ),
       agent_lib.loss_config(config.learner),
       ratio=config.transformer.importance_ratio,
     )

@@ -39,6 +39,12 @@ class TransformerConfig:
     'or as the geometric mean of its tokens.',
     IMPORTANCE_RATIOS,
   )
+  temperature: float = fields.field(
+    1.0,
+    'Temperature at which actors sample, no unit; the learner learns the '
+    'policy at this temperature, too.',
+  )
 
   def __post_init__(self) -> None:
     fields.validate_choices(self)
+    fields.positive(self, 'temperature')

@@ -75,12 +75,14 @@ class Transformer:
     compute: how it is computed.
     mesh: where.
     param_specs: nest of `PartitionSpec`, like the params.
+    temperature: by which the logits of the policy are divided.
   """
 
   config: config_lib.TransformerConfig
   compute: config_lib.ComputeConfig
   mesh: jax.sharding.Mesh
   param_specs: types.Nest
+  temperature: float = 1.0
 
   def init(self, key: jax.Array) -> types.Nest:
     """Fresh params, f32, as global arrays split by `param_specs`."""
@@ -196,6 +198,9 @@ class Transformer:
   ) -> token_log_probs.TokenLogProbs:
     """f32 [b, o, D], i32 [b, o] -> both f32 [b, o]."""
     name = 'embedding' if self.config.tied_embeddings else 'head'
+    # As `decoding` does: the logits are linear in the features, which are
+    # fewer.
+    features = features / self.temperature
     outputs = token_log_probs.token_log_probs(
       features.reshape(-1, features.shape[-1]),
       self._gather(params, name, jnp.float32),
@@ -213,6 +218,8 @@ def make_transformer(
   config: config_lib.TransformerConfig,
   mesh: jax.sharding.Mesh,
   compute: config_lib.ComputeConfig | None = None,
+  *,
+  temperature: float = 1.0,
 ) -> Transformer:
   """Builds the model for a mesh.
 
@@ -220,10 +227,15 @@ def make_transformer(
     config: what the model is; see `presets.get`.
     mesh: see `mesh.make_mesh`.
     compute: how it is computed; the defaults of `ComputeConfig` if None.
+    temperature: the policy is softmax(logits / temperature), for whoever
+      samples it and for whoever learns, > 0.
 
   Raises:
-    ValueError: a size of the model does not divide evenly over the mesh.
+    ValueError: a size of the model does not divide evenly over the mesh, or
+      the temperature is not above 0.
   """
+  if not temperature > 0:
+    raise ValueError(f'temperature ({temperature}) must be > 0')
   tensor = mesh.shape[mesh_lib.TENSOR]
   for name in ('vocabulary_size', 'num_heads', 'num_kv_heads', 'mlp_size'):
     _check_divides(name, getattr(config, name), (mesh_lib.TENSOR,), tensor)
@@ -236,6 +248,7 @@ def make_transformer(
     compute or config_lib.ComputeConfig(),
     mesh,
     params_lib.specs(config),
+    temperature,
   )
 
 
