@@ -67,7 +67,9 @@ class TokenPolicy:
 
   def set_variables(self, variables: types.Variables) -> None:
     """Acts with `variables` from the next call on."""
-    self._params = jax.device_put(variables.params)
+    self._params = decoding.prepare(
+      jax.device_put(variables.params), self._cache.keys.dtype
+    )
     self.policy_version = variables.policy_version
 
   def core_state_before(
@@ -127,7 +129,11 @@ def _make_act(config: config_lib.TransformerConfig, *, greedy: bool) -> Any:
   """The program of a call, of [N]."""
 
   def act(params, key, *, cache, tokens, positions, counts):
-    log_probs, cache = decoding.decode(config, params, cache, tokens, positions)
+    slots = jnp.arange(tokens.size, dtype=jnp.int32)
+    reading = decoding.Reading(
+      slots, tokens[:, None], positions, jnp.ones_like(tokens)
+    )
+    log_probs, cache = decoding.read(config, params, cache, reading)
     if greedy:
       action = jnp.argmax(log_probs, axis=-1)
     else:

@@ -1,9 +1,14 @@
-"""One token at a time: the transformer with a key and value cache.
+"""The transformer with a key and value cache: reads tokens, says the next.
 
 Same params and same layers as `model.Transformer`, on one device, so that what
 a policy says of a token while acting is what the learner computes of it later.
-Letters: N slots, each with a sequence of its own at a place of its own, S
-positions of the cache, V vocabulary, K key and value heads, d head size.
+A call reads up to C tokens of each of K sequences: one each while they are
+written, many each of prompts and tool output. Only the slots named are read and
+written, so that a call costs what they need, whatever else the cache holds.
+
+Letters: N slots, each with a sequence of its own at a place of its own, K of
+them in a call, C tokens of each, S positions of the cache, V vocabulary, k key
+and value heads, d head size.
 """
 
 from __future__ import annotations
@@ -19,12 +24,13 @@ from tunix_reverb import types
 from tunix_reverb.networks.transformer import attention as attention_lib
 from tunix_reverb.networks.transformer import config as config_lib
 from tunix_reverb.networks.transformer import layers
+from tunix_reverb.networks.transformer import params as params_lib
 from tunix_reverb.networks.transformer import rope
 from tunix_reverb.sharding import mesh as mesh_lib
 
 
 class Cache(NamedTuple):
-  """Keys and values of all layers, [num_layers, N, S, K, d] each.
+  """Keys and values of all layers, [num_layers, N, S, k, d] each.
 
   Whatever stands behind a slot's position is not read: a slot begins anew by
   going back to position 0.
@@ -32,6 +38,23 @@ class Cache(NamedTuple):
 
   keys: jax.Array
   values: jax.Array
+
+
+class Reading(NamedTuple):
+  """What a call reads.
+
+  Attributes:
+    slots: i32 [K], all different; N or more is none, to fill up K.
+    tokens: i32 [K, C].
+    starts: i32 [K], position of each slot's first token; all before it have
+      been read.
+    counts: i32 [K], how many of the C tokens there are, 1 to C.
+  """
+
+  slots: jax.Array
+  tokens: jax.Array
+  starts: jax.Array
+  counts: jax.Array
 
 
 def empty_cache(
@@ -50,39 +73,66 @@ def empty_cache(
     config.head_size,
   )
   cache = Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-  # As `decode` returns it, or its second call would compile anew.
+  # As `read` returns it, or its second call would compile anew.
   return mesh_lib.replicate(cache, _mesh())
 
 
-def decode(
+def prepare(params: types.Nest, dtype: str) -> types.Nest:
+  """`params` f32 as `read` takes them: matrices of layers in `dtype`.
+
+  Once for each version, not in every call.
+  """
+  cast = {
+    name: param if name.endswith('_norm') else param.astype(dtype)
+    for name, param in params['layers'].items()
+  }
+  return {**params, 'layers': cast}
+
+
+def prepared_shapes(
+  config: config_lib.TransformerConfig, dtype: str
+) -> types.Nest:
+  """Shapes and dtypes of what `prepare` returns."""
+  return jax.eval_shape(
+    lambda params: prepare(params, dtype), params_lib.shapes(config)
+  )
+
+
+def place(params: types.Nest) -> types.Nest:
+  """Prepared params on the device that `read` runs on."""
+  return mesh_lib.replicate(params, _mesh())
+
+
+def read(
   config: config_lib.TransformerConfig,
   params: types.Nest,
   cache: Cache,
-  tokens: jax.Array,
-  positions: jax.Array,
+  reading: Reading,
+  *,
+  temperature: float = 1.0,
 ) -> tuple[jax.Array, Cache]:
-  """Reads one token per slot and says what may come next.
+  """Reads tokens and says what may come next.
 
   Args:
     config: what the model is.
-    params: whole, f32.
-    cache: computed in its dtype.
-    tokens: i32 [N].
-    positions: i32 [N], of the tokens in their sequences, below S; all before
-      it have been read.
+    params: whole, see `prepare`.
+    cache: computed in its dtype; donate it, or it is copied.
+    reading: the tokens.
+    temperature: by which the logits are divided, as the learner does.
 
   Returns:
-    (log-probabilities of the next token f32 [N, V], the cache with this one).
+    (log-probabilities of what follows each slot's last token f32 [K, V], the
+    cache with these tokens).
   """
-  chex.assert_rank([tokens, positions], 1)
-  chex.assert_equal_shape([tokens, positions])
+  chex.assert_rank(list(reading), [1, 2, 1, 1])
+  chex.assert_type(list(reading), jnp.int32)
   whole = mesh_lib.replicated_spec()
   return mesh_lib.shard_map(
-    lambda *args: _decode(config, *args),
+    lambda *args: _read(config, *args, temperature=temperature),
     mesh=_mesh(),
     in_specs=whole,
     out_specs=whole,
-  )(params, cache, tokens, positions)
+  )(params, cache, reading)
 
 
 def _mesh() -> jax.sharding.Mesh:
@@ -90,51 +140,61 @@ def _mesh() -> jax.sharding.Mesh:
   return mesh_lib.make_mesh(jax.local_devices()[:1], data=1)
 
 
-def _decode(
+def _read(
   config: config_lib.TransformerConfig,
   params: types.Nest,
   cache: Cache,
-  tokens: jax.Array,
-  positions: jax.Array,
+  reading: Reading,
+  *,
+  temperature: float,
 ) -> tuple[jax.Array, Cache]:
   dtype = cache.keys.dtype
-  # Read are the positions up to this one, as one segment.
-  is_read = jnp.arange(cache.keys.shape[2])[None, :] <= positions[:, None]
+  offsets = jax.lax.broadcasted_iota(jnp.int32, reading.tokens.shape, 1)
+  places = reading.starts[:, None] + offsets
+  is_token = offsets < reading.counts[:, None]
   row = layers.Row(
-    rope.rotation(config, positions[:, None]),
-    jnp.ones((tokens.size, 1), jnp.int32),
-    is_read.astype(jnp.int32),
+    rope.rotation(config, places),
+    is_token.astype(jnp.int32),
+    jnp.ones((reading.slots.size, cache.keys.shape[2]), jnp.int32),
   )
+  # What is written beyond the end is dropped.
+  places = jnp.where(is_token, places, cache.keys.shape[2])
 
-  def body(x: jax.Array, layer: Any) -> tuple[jax.Array, Cache]:
-    params, own_cache = layer
-    attention = _CachedAttention(own_cache, positions)
-    cast = {
-      name: param if name.endswith('_norm') else param.astype(dtype)
-      for name, param in params.items()
-    }
-    x = layers.block(cast, x, row, config=config, attention=attention)
-    return x, attention.cache
+  def body(carry: Any, layer: Any) -> tuple[Any, tuple[()]]:
+    x, cache = carry
+    index, params = layer
+    attention = _CachedAttention(cache, index, reading, places)
+    x = layers.block(params, x, row, config=config, attention=attention)
+    return (x, attention.cache), ()
 
-  x = params['embedding'][tokens][:, None, :].astype(dtype)
-  x, cache = jax.lax.scan(body, x, (params['layers'], cache))
+  x = params['embedding'][reading.tokens].astype(dtype)
+  # The cache is carried, not scanned over: else all of it would be copied.
+  indices = jnp.arange(config.num_layers, dtype=jnp.int32)
+  (x, cache), _ = jax.lax.scan(body, (x, cache), (indices, params['layers']))
+  last = reading.counts[:, None, None] - 1
+  x = jnp.take_along_axis(x, last, axis=1)[:, 0]
   features = layers.rms_norm(x, params['final_norm'], config.norm_epsilon)
   head = params['embedding' if config.tied_embeddings else 'head']
-  logits = jnp.einsum('nod,vd->nv', features, head, precision='highest')
+  logits = jnp.einsum(
+    'nd,vd->nv', features / temperature, head, precision='highest'
+  )
   return jax.nn.log_softmax(logits), cache
 
 
 class _CachedAttention:
-  """`attention.Attention` of one query per slot, over the cache.
+  """`attention.Attention` of some slots' new tokens, over the cache.
 
   Attributes:
-    cache: of one layer, [N, S, K, d]; after the call with the keys and values
-      of this position.
+    cache: after the call with the keys and values of these tokens.
   """
 
-  def __init__(self, cache: Cache, positions: jax.Array):
+  def __init__(
+    self, cache: Cache, layer: jax.Array, reading: Reading, places: jax.Array
+  ):
     self.cache = cache
-    self._positions = positions
+    self._layer = layer
+    self._reading = reading
+    self._places = places
 
   def __call__(
     self,
@@ -144,15 +204,18 @@ class _CachedAttention:
     q_segment_ids: jax.Array,
     kv_segment_ids: jax.Array,
   ) -> jax.Array:
-    slots = jnp.arange(self._positions.size)
-    write = lambda kept, new: kept.at[slots, self._positions].set(new[:, 0])
+    layer, slots = self._layer, self._reading.slots
     self.cache = Cache(
-      write(self.cache.keys, keys), write(self.cache.values, values)
+      *(
+        kept.at[layer, slots[:, None], self._places].set(new, mode='drop')
+        for kept, new in zip(self.cache, (keys, values))
+      )
     )
+    of_slots = [kept.at[layer, slots].get(mode='clip') for kept in self.cache]
     return attention_lib.reference_attention(
       queries,
-      *self.cache,
+      *of_slots,
       q_segment_ids,
       kv_segment_ids,
-      q_start=self.cache.keys.shape[1],
+      q_start=self._reading.starts[:, None, None],
     )
