@@ -1,6 +1,6 @@
 """The wire client against the official one, and the tail of its latency.
 
-  python -m benchmarks.transport [--runs=5] [--seconds=2] [--tail_s=300]
+  python -m benchmarks.transport [--runs=9] [--seconds=2] [--tail_s=300]
 
 Both clients insert into and sample from the same server, which is a process of
 its own, whole trajectories of 1 kB, 50 kB and 1 MB, in turns; each size has a
@@ -34,7 +34,7 @@ from absl import flags
 from benchmarks import transport_clients
 from benchmarks import transport_tail
 
-_RUNS = flags.DEFINE_integer('runs', 5, 'Pairs of runs to take medians of.')
+_RUNS = flags.DEFINE_integer('runs', 9, 'Pairs of runs to take medians of.')
 _SECONDS = flags.DEFINE_float('seconds', 2.0, 'Length of a run, seconds.')
 _SIZES = flags.DEFINE_list('sizes', ['1kB', '50kB', '1MB'], 'Sizes to measure.')
 _TAIL_S = flags.DEFINE_float(

@@ -4,7 +4,7 @@
 
 serves tables 'a' and 'b', which hold that many items, evict the oldest and
 never block, and a queue named 'queue' of 100 items; prints its port, and ends
-with its stdin. Reverb itself, without anything of ours.
+with its stdin. Reverb itself, in a process that allocates as ours does.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ import json
 import os
 import sys
 
+from launch import allocator
+
 
 def main() -> None:
   """Entry point."""
+  allocator.keep_freed_memory()
   os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'
   import reverb
 

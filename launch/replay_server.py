@@ -7,6 +7,7 @@ import time
 
 from absl import flags as absl_flags
 
+from launch import allocator
 from launch import app
 from launch import columns as columns_lib
 from launch import flags
@@ -15,9 +16,7 @@ from launch import shutdown
 absl_flags.DEFINE_integer(
   'server_index', 0, 'Number of this replay server (shard), from 0.'
 )
-absl_flags.DEFINE_integer(
-  'port', 0, 'TCP port to serve on; 0 picks a free one.'
-)
+absl_flags.DEFINE_integer('port', 0, 'TCP port to serve; 0 picks a free one.')
 columns_lib.define_flag()
 flags.define_replay_restore_flag()
 
@@ -108,6 +107,7 @@ def _checkpoint(context: app.RoleContext, server) -> float:
 
 def main() -> None:
   """Entry point."""
+  allocator.keep_freed_memory()
   app.run(
     run_server,
     role='replay_server',
