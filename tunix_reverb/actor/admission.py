@@ -9,7 +9,6 @@ that was lost leaves it to the next.
 
 from __future__ import annotations
 
-import collections
 from typing import Protocol
 
 import dm_env
@@ -19,6 +18,7 @@ import tree
 from tunix_reverb import core
 from tunix_reverb import types
 from tunix_reverb.actor import loop as loop_lib
+from tunix_reverb.actor import permit_line
 from tunix_reverb.actor import policy as policy_lib
 
 _FIRST = np.int32(dm_env.StepType.FIRST)
@@ -49,10 +49,7 @@ class AdmittingAdder(Protocol):
 class AdmittedLoop(loop_lib.ActorLoop):
   """Steps a vector environment, each trajectory under a permit.
 
-  It asks for exactly as many permits as environments are parked. Whoever was
-  parked first gets the first permit. With `in_turn`, environments get permits
-  by number, over and over, however long each takes: what is generated then does
-  not depend on their speed, but the slowest holds up the others.
+  See `permit_line.PermitLine` for who gets which permit.
   """
 
   def __init__(
@@ -75,7 +72,7 @@ class AdmittedLoop(loop_lib.ActorLoop):
       variables: where newer variables come from.
       variable_update_period_s: how often they are asked for.
       permits: where permits come from.
-      in_turn: see the class.
+      in_turn: permits go by number, see `PermitLine`.
     """
     super().__init__(
       environment=environment,
@@ -84,15 +81,8 @@ class AdmittedLoop(loop_lib.ActorLoop):
       variables=variables,
       variable_update_period_s=variable_update_period_s,
     )
-    self._permits = permits
-    self._in_turn = in_turn
     self._num = environment.num_environments
-    self._all = np.arange(self._num, dtype=np.int32)
-    self._parked = np.zeros(self._num, np.bool_)
-    self._next_turn = 0
-    # Those that a permit was requested for, and the permits that have come.
-    self._line: collections.deque[int] = collections.deque()
-    self._granted: collections.deque[types.Permit] = collections.deque()
+    self._line = permit_line.PermitLine(permits, self._num, in_turn=in_turn)
     # The latest timestep of each environment: [N, ...].
     self._observation: types.Nest = None
     self._is_first = np.zeros(self._num, np.bool_)
@@ -100,12 +90,11 @@ class AdmittedLoop(loop_lib.ActorLoop):
   @property
   def num_parked(self) -> int:
     """How many environments wait for a permit or for its variables."""
-    return int(np.count_nonzero(self._parked))
+    return self._line.num_parked
 
   def close(self) -> None:
     """Gives back the permits whose trajectories have not ended; idempotent."""
-    unused = [permit.permit_id for permit in self._granted]
-    self._permits.close(unused + self._adder.held_permits())
+    self._line.close(self._adder.held_permits())
 
   def step(self, timeout_s: float) -> bool:
     """Serves the environments that are ready and admitted.
@@ -142,26 +131,19 @@ class AdmittedLoop(loop_lib.ActorLoop):
     self, timeout_s: float
   ) -> tuple[np.ndarray, dm_env.TimeStep] | None:
     """Waits for an environment, or for what the parked ones wait for."""
-    self._granted += self._permits.take(0.0)
+    line, version = self._line, self._policy.policy_version
+    line.fetch(timeout_s if self.is_parked else 0.0)
     if not self.is_parked:
-      if self._can_release():
+      if line.can_release(version):
         timeout_s = 0.0
-      elif self._line:
+      elif line.is_waiting:
         timeout_s = min(timeout_s, _POLL_S)
       return self._environment.recv(timeout_s)
-    if not self._granted:
-      self._granted += self._permits.take(timeout_s)
-    if self._granted and not self._can_release():
-      newer = self._variables.get_variables(
-        self._granted[0].policy_version, timeout_s
-      )
+    if line.wanted_version > version:
+      newer = self._variables.get_variables(line.wanted_version, timeout_s)
       if newer is not None:
         self._policy.set_variables(newer)
     return None
-
-  def _can_release(self) -> bool:
-    version = self._policy.policy_version
-    return bool(self._granted) and self._granted[0].policy_version <= version
 
   def _keep(self, ids: np.ndarray, timestep: dm_env.TimeStep) -> np.ndarray:
     """Records and keeps what came; returns who may go on at once, i32 [K]."""
@@ -188,32 +170,13 @@ class AdmittedLoop(loop_lib.ActorLoop):
     self.statistics.observe(ids, timestep)
     lacks = self._adder.lacks_permit(ids)
     if lacks.any():
-      self._park(ids[lacks])
+      self._line.park(ids[lacks].tolist())
     return ids[~lacks]
-
-  def _park(self, ids: np.ndarray) -> None:
-    """Parks `ids` and requests permits for those whose turn it is."""
-    self._parked[ids] = True
-    due = ids.tolist()
-    if self._in_turn:
-      due = []
-      while len(self._line) + len(due) < self._num:
-        if not self._parked[self._next_turn]:
-          break
-        due.append(self._next_turn)
-        self._next_turn = (self._next_turn + 1) % self._num
-    self._line += due
-    if due:
-      self._permits.request(len(due))
 
   def _release(self) -> np.ndarray:
     """Gives out the permits that may be used: who may go on, i32 [K]."""
-    ids, permit_ids = [], []
-    while self._line and self._can_release():
-      ids.append(self._line.popleft())
-      permit_ids.append(self._granted.popleft().permit_id)
+    ids, permit_ids = self._line.release(self._policy.policy_version)
     released = np.array(ids, np.int32)
     if ids:
-      self._parked[released] = False
       self._adder.admit(released, np.array(permit_ids, np.int64))
     return released
