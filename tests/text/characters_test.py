@@ -18,12 +18,12 @@ def test_the_alphabet_goes_there_and_back():
 
 
 def test_every_token_has_a_text_of_its_own():
-  words = [_TOKENISER.decode([token]) for token in range(16)]
-  assert len(set(words)) == 16
+  text = _TOKENISER.decode(range(16))
+  assert len(set(text)) == len(text) == 16
 
 
 def test_a_run_of_unknown_characters_is_one_token():
-  tokens = _TOKENISER.encode('no tool: 42 <call>')
+  tokens = _TOKENISER.encode('no tool: 42 !')
   assert tokens == [3, *_TOKENISER.encode('42'), 3]
 
 
@@ -35,14 +35,15 @@ def test_a_look_up_is_eleven_tokens():
     ],
     [],
   )
-  call = _FORMAT.turn('<call>')
+  call = _FORMAT.turn('!')
   result = _FORMAT.following([{'role': 'tool', 'content': '39'}], ended=True)
   answer = _FORMAT.turn('39')
   assert first == [*_TOKENISER.encode('47'), _END]
   assert call == [_CALL]
   assert result == [characters.RESULT, *_TOKENISER.encode('39'), _END]
   assert answer == [*_TOKENISER.encode('39'), _END]
-  assert len(first + call + result + answer) == 11
+  whole = first + call + result + answer
+  assert _TOKENISER.decode(whole) == '47.!=39.39.'
 
 
 def test_a_turn_that_did_not_end_is_ended():
@@ -51,7 +52,7 @@ def test_a_turn_that_did_not_end_is_ended():
   assert _FORMAT.following([message], ended=False) == [_END, 5, _END]
 
 
-@pytest.mark.parametrize('text', ['', '12', '<call>', '1+2<call>'])
+@pytest.mark.parametrize('text', ['', '12', '!', '1+2!'])
 def test_a_scripted_turn_says_its_text(text):
   turn = _FORMAT.turn(text)
   assert turn[-1] in _FORMAT.stop_tokens

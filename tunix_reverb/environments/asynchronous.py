@@ -26,7 +26,7 @@ from tunix_reverb.environments import canonical
 from tunix_reverb.environments import failures as failures_lib
 
 # After the first timestep, how long others may join it: a policy call for one
-# costs about what it costs for all.
+# costs about what it costs for all. Not where the caller has no time to wait.
 _JOIN_S = 0.002
 # Making and resetting an environment may take longer than a step.
 _MIN_RESTART_TIMEOUT_S = 30.0
@@ -128,7 +128,7 @@ class AsynchronousVectorEnvironment(core.VectorEnvironment):
       slot_message = self._get(max(0.0, wake_up - now))
       self._accept(slot_message, ids, timesteps)
       if ids:
-        deadline = time.monotonic() + _JOIN_S
+        deadline = time.monotonic() + min(_JOIN_S, timeout_s)
         break
       if slot_message is None and time.monotonic() >= deadline:
         return None

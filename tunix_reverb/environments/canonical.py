@@ -7,7 +7,8 @@ The canonical form of a `dm_env.Environment`:
     `DiscreteArray`, several are a `BoundedArray` int32 [D]. Floats are f32 [D]
     in [-1, 1] where the environment's own dimension is bounded; actions are
     scaled to its bounds and clipped to them. A dimension with an infinite
-    bound passes through (clipped to the finite one, if any).
+    bound passes through (clipped to the finite one, if any). The padded tokens
+    of a turn stay as they are (see `turns`).
   * Reward and discount are float32 scalars.
 
 Vector environments step through `step_raw(action)`, which canonical
@@ -30,6 +31,7 @@ import numpy as np
 
 from tunix_reverb import errors
 from tunix_reverb import types
+from tunix_reverb.environments import turns
 
 # A bounded range wider than this is a library's way to write "unbounded".
 _LARGEST_RANGE = 1e30
@@ -132,6 +134,9 @@ class ActionMap:
         f'action_spec ({own!r}) must bound its integers: use a '
         'DiscreteArray or a BoundedArray'
       )
+    if turns.is_turn(own):
+      self._minimum, self.spec = np.zeros(own.shape, np.int64), own
+      return
     self._minimum = np.broadcast_to(own.minimum, own.shape).astype(np.int64)
     maximum = np.broadcast_to(own.maximum, own.shape).astype(np.int64)
     largest = maximum - self._minimum

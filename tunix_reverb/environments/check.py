@@ -16,6 +16,7 @@ import numpy as np
 from tunix_reverb import specs as specs_lib
 from tunix_reverb import types
 from tunix_reverb.environments import canonical
+from tunix_reverb.environments import turns
 
 _MAX_VIOLATIONS = 20
 # What an unbounded float action is drawn from.
@@ -46,8 +47,14 @@ class Report:
 def sample_action(
   spec: specs.Array, generator: np.random.Generator, num: int | None = None
 ) -> Any:
-  """A uniform action of a canonical spec; with `num`, an array [num, ...]."""
+  """A uniform action of a canonical spec; with `num`, an array [num, ...].
+
+  A turn has as many tokens as it may have; whatever stops it may be among them.
+  """
   shape = spec.shape if num is None else (num, *spec.shape)
+  if turns.is_turn(spec):
+    largest = int(np.max(spec.maximum))
+    return generator.integers(largest + 1, size=shape).astype(np.int32)
   if spec.dtype.kind == 'f':
     low = np.where(np.isfinite(spec.minimum), spec.minimum, _UNBOUNDED_RANGE[0])
     high = np.where(

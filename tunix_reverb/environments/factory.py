@@ -8,6 +8,9 @@
   envpool:<id>                envpool, e.g. envpool:CartPole-v1
   tokens:<task>               for a transformer: tokens:copy, tokens:reverse, or
                               tokens:reverse/8 (prompts of 2 to 8 symbols)
+  tool:<task>                 turns with tools: tool:lookup, tool:reverse/8, or
+                              a user's tool:<module>:<function or class> (see
+                              `tasks.registry`)
   <module>:<factory>          a user's own: `factory(seed=...)` in an importable
                               module returns a `dm_env.Environment`
 
@@ -37,6 +40,7 @@ from tunix_reverb import specs as specs_lib
 from tunix_reverb.environments import canonical
 from tunix_reverb.environments import catch
 from tunix_reverb.environments import token_task
+from tunix_reverb.environments import turn_factory
 from tunix_reverb.environments import vector
 
 MODES = ('vectorised', 'asynchronous')
@@ -44,43 +48,62 @@ MODES = ('vectorised', 'asynchronous')
 _IMPORT_LOCK = threading.Lock()
 
 
-def make(name: str, *, seed: int) -> dm_env.Environment:
+def make(
+  name: str,
+  *,
+  seed: int,
+  turn_options: turn_factory.TurnOptions | None = None,
+) -> dm_env.Environment:
   """Makes the environment `name` in canonical form (see `canonical`).
 
   Args:
     name: see the module's docstring.
     seed: of everything random in it, int >= 0.
+    turn_options: of a turn environment; None for those of a model from scratch.
 
   Raises:
     errors.MissingExtraError: its library is not installed.
     errors.UserError: no such environment, or one that has no canonical form.
   """
-  return canonical.canonicalise(load(name, seed=seed))
+  environment = load(name, seed=seed, turn_options=turn_options)
+  return canonical.canonicalise(environment)
 
 
-def load(name: str, *, seed: int) -> dm_env.Environment:
+def load(
+  name: str,
+  *,
+  seed: int,
+  turn_options: turn_factory.TurnOptions | None = None,
+) -> dm_env.Environment:
   """Like `make`, but as the environment's author made it."""
   if name == 'catch':
     return catch.Catch(seed=seed)
   scheme, separator, rest = name.partition(':')
   if not separator:
     raise _unknown(name, scheme)
-  loader = _LOADERS.get(scheme)
-  if loader is None:
+  if scheme not in _SCHEMES:
     return _load_own(scheme, rest, seed)
   if not rest:
     raise errors.UserError(
       f'environment ({name!r}) must name one after the colon'
     )
   try:
-    return loader(rest, seed)
+    if scheme in turn_factory.SCHEMES:
+      options = turn_options or turn_factory.TurnOptions()
+      return turn_factory.make(name, seed=seed, options=options)
+    return _LOADERS[scheme](rest, seed)
   except ImportError as e:
     raise _missing_extra(name, scheme, e) from e
 
 
-def environment_spec(name: str, *, seed: int = 0) -> specs_lib.EnvironmentSpec:
+def environment_spec(
+  name: str,
+  *,
+  seed: int = 0,
+  turn_options: turn_factory.TurnOptions | None = None,
+) -> specs_lib.EnvironmentSpec:
   """The canonical specs of `name`; makes one environment to read them."""
-  environment = make(name, seed=seed)
+  environment = make(name, seed=seed, turn_options=turn_options)
   try:
     return specs_lib.make_environment_spec(environment)
   finally:
@@ -94,6 +117,7 @@ def make_vector(
   mode: str = 'vectorised',
   seed: int,
   timeout_s: float = 60.0,
+  turn_options: turn_factory.TurnOptions | None = None,
 ) -> core.VectorEnvironment:
   """Makes `num_environments` of `name` behind one interface of arrays.
 
@@ -105,6 +129,7 @@ def make_vector(
     seed: of everything random in them; each gets its own, and so does each
       environment that replaces a failed one.
     timeout_s: seconds an asynchronous environment may take for one step.
+    turn_options: of turn environments, which may play in groups.
 
   Raises:
     errors.MissingExtraError: its library is not installed.
@@ -121,7 +146,15 @@ def make_vector(
   scheme, _, rest = name.partition(':')
   if scheme == 'envpool':
     return _make_envpool_vector(name, rest, num_environments, mode, seed)
-  factories = [_factory(name, seed, i) for i in range(num_environments)]
+  if scheme in turn_factory.SCHEMES:
+    factories = turn_factory.factories(
+      name,
+      num_environments=num_environments,
+      seed=lambda group: derived_seed(seed, group),
+      options=turn_options or turn_factory.TurnOptions(),
+    )
+  else:
+    factories = [_factory(name, seed, i) for i in range(num_environments)]
   if mode == 'asynchronous':
     return vector.AsynchronousVectorEnvironment(factories, timeout_s=timeout_s)
   return vector.SynchronousVectorEnvironment(factories)
@@ -262,6 +295,7 @@ _LOADERS: dict[str, Callable[[str, int], dm_env.Environment]] = {
   'envpool': _load_envpool,
   'tokens': token_task.make,
 }
+_SCHEMES = (*_LOADERS, *turn_factory.SCHEMES)
 
 
 def _load_own(module_name: str, factory: str, seed: int) -> dm_env.Environment:
@@ -291,11 +325,11 @@ def _load_own(module_name: str, factory: str, seed: int) -> dm_env.Environment:
 
 
 def _unknown(name: str, scheme: str) -> errors.UserError:
-  close = difflib.get_close_matches(scheme, ['catch', *_LOADERS], n=1)
+  close = difflib.get_close_matches(scheme, ['catch', *_SCHEMES], n=1)
   hint = f' (did you mean {close[0]}?)' if close else ''
   return errors.UserError(
     f'environment ({name!r}) must be catch, '
-    + ', '.join(f'{s}:<id>' for s in _LOADERS)
+    + ', '.join(f'{s}:<id>' for s in _SCHEMES)
     + f' or <importable module>:<factory>{hint}'
   )
 

@@ -1,13 +1,14 @@
 """Sixteen tokens for models that learn from nothing.
 
-  0 END      ends what anybody says, the policy's turn, too
-  1 CALL     ends a turn that calls the tool; what stands before it is the
-             call's argument, often nothing
-  2 RESULT   begins what a tool answered
-  3 UNKNOWN  for any run of characters outside the alphabet
-  4..15      the alphabet: 0 1 2 3 4 5 6 7 8 9 + -
+  0 END      .  ends what anybody says, the policy's turn, too
+  1 CALL     !  ends a turn that calls the tool; what stands before it is the
+                call's argument, often nothing
+  2 RESULT   =  begins what a tool answered
+  3 UNKNOWN  ?  for any run of characters outside the alphabet
+  4..15         the alphabet: 0 1 2 3 4 5 6 7 8 9 + -
 
-A look-up, whole: 4 7 END | CALL | RESULT 3 9 END | 3 9 END.
+A look-up, whole, as it is decoded: 47. ! =39. 39. (without the spaces, which
+show who writes).
 """
 
 from __future__ import annotations
@@ -19,10 +20,9 @@ from tunix_reverb.text import tokeniser as tokeniser_lib
 
 END, CALL, RESULT, UNKNOWN = range(4)
 ALPHABET = '0123456789+-'
-CALL_MARKER = '<call>'
-_SPECIAL = ('<end>', CALL_MARKER, '<result>', '<unknown>')
-_WORDS = (*_SPECIAL, *ALPHABET)
-_TOKENS = {c: len(_SPECIAL) + i for i, c in enumerate(ALPHABET)}
+CALL_MARKER = '!'
+_CHARACTERS = f'.{CALL_MARKER}=?{ALPHABET}'
+_TOKENS = {c: _CHARACTERS.index(c) for c in ALPHABET}
 _PIECES = re.compile(f'[{re.escape(ALPHABET)}]|[^{re.escape(ALPHABET)}]+')
 
 
@@ -31,7 +31,7 @@ class CharacterTokeniser(tokeniser_lib.Tokeniser):
 
   @property
   def vocabulary_size(self) -> int:
-    return len(_WORDS)
+    return len(_CHARACTERS)
 
   @property
   def stop_tokens(self) -> tuple[int, ...]:
@@ -41,7 +41,7 @@ class CharacterTokeniser(tokeniser_lib.Tokeniser):
     return [_TOKENS.get(piece, UNKNOWN) for piece in _PIECES.findall(text)]
 
   def decode(self, tokens: Sequence[int]) -> str:
-    return ''.join(_WORDS[token] for token in tokens)
+    return ''.join(_CHARACTERS[token] for token in tokens)
 
 
 class CharacterFormat(tokeniser_lib.ChatFormat):

@@ -1,0 +1,1 @@
+"""Episodes of turns with tools: calls, limits, sandboxes, transcripts."""
