@@ -1,3 +1,5 @@
+"""The replay server's process starts anew with room for freed objects."""
+
 import os
 import subprocess
 import sys
