@@ -30,6 +30,7 @@ from tunix_reverb.networks.transformer import config as config_lib
 from tunix_reverb.networks.transformer import params as params_lib
 from tunix_reverb.sharding import mesh as mesh_lib
 from tunix_reverb.sharding import shards
+from tunix_reverb.text import gguf_metadata
 
 CONFIG_NAME = 'config.json'
 # Params that no language model has, such as the value head, by their path.
@@ -146,7 +147,7 @@ def open_checkpoint(name: str) -> Checkpoint:
   path = pathlib.Path(name)
   nothing = safetensors_file.SafetensorsSource([])
   if path.is_file() and path.suffix == GGUF_SUFFIX:
-    reader = gguf_file.open_reader(path)
+    reader = gguf_metadata.open_reader(path)
     config = gguf_file.config(reader, str(path))
     source = gguf_file.GgufSource(reader, config)
     return Checkpoint(path, config, source, nothing)

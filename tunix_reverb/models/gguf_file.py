@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 import dataclasses
 import functools
-import pathlib
 import re
 from typing import Any
 
@@ -21,6 +20,7 @@ from tunix_reverb import errors
 from tunix_reverb.models import source as source_lib
 from tunix_reverb.networks.transformer import config as config_lib
 from tunix_reverb.networks.transformer import rope
+from tunix_reverb.text import gguf_metadata
 
 _FAMILIES = ('llama', 'qwen2', 'qwen3')
 _ROPE_FACTORS = 'rope_freqs.weight'
@@ -46,32 +46,6 @@ _LAYER_NAMES = {
 }
 
 
-def open_reader(path: pathlib.Path) -> Any:
-  """A `gguf.GGUFReader` of the file.
-
-  Raises:
-    errors.UserError: it is not a GGUF file.
-    errors.MissingExtraError: the package gguf is absent.
-  """
-  try:
-    import gguf
-  except ImportError as e:
-    raise errors.MissingExtraError(
-      f'{path} needs the package gguf: install the extra agents'
-    ) from e
-  try:
-    return gguf.GGUFReader(path)
-  # It raises almost any type for a file that is none.
-  except Exception as e:  # pylint: disable=broad-exception-caught
-    raise errors.UserError(f'{path} is not a readable GGUF file: {e}') from e
-
-
-def field(reader: Any, name: str, default: Any = None) -> Any:
-  """The value of a metadata field."""
-  found = reader.get_field(name)
-  return default if found is None else found.contents()
-
-
 def config(reader: Any, where: str) -> config_lib.TransformerConfig:
   """What the file's metadata describes.
 
@@ -82,13 +56,15 @@ def config(reader: Any, where: str) -> config_lib.TransformerConfig:
   Raises:
     errors.UserError: a family or an option that ours does not compute.
   """
-  family = field(reader, 'general.architecture')
+  family = gguf_metadata.field(reader, 'general.architecture')
   if family not in _FAMILIES:
     raise errors.UserError(
       f'{where}: general.architecture ({family!r}) must be one of '
       f'{", ".join(_FAMILIES)}'
     )
-  get = lambda name, default=None: field(reader, f'{family}.{name}', default)
+  get = lambda name, default=None: gguf_metadata.field(
+    reader, f'{family}.{name}', default
+  )
   tensors = {t.name: t for t in reader.tensors}
   try:
     heads = int(get('attention.head_count'))
@@ -114,7 +90,7 @@ def config(reader: Any, where: str) -> config_lib.TransformerConfig:
       f'{where}: rope.scaling.type ({get("rope.scaling.type")!r}) must be none'
     )
   if _ROPE_FACTORS in tensors:
-    return _with_scaling(found, tensors[_ROPE_FACTORS].data, where)
+    return with_scaling(found, tensors[_ROPE_FACTORS].data, where)
   return found
 
 
@@ -132,7 +108,9 @@ class GgufSource(source_lib.TensorSource):
 
     self._dequantise = quants.dequantize
     self._model = model
-    self._is_reordered = field(reader, 'general.architecture') == 'llama'
+    self._is_reordered = (
+      gguf_metadata.field(reader, 'general.architecture') == 'llama'
+    )
     self._tensors = {
       _hugging_face_name(tensor.name): tensor
       for tensor in reader.tensors
@@ -175,7 +153,7 @@ def _hugging_face_name(name: str) -> str:
   return f'{_NAMES[stem]}.{kind}' if stem in _NAMES else name
 
 
-def _with_scaling(
+def with_scaling(
   found: config_lib.TransformerConfig, factors: np.ndarray, where: str
 ) -> config_lib.TransformerConfig:
   """With the Llama 3.1 scaling whose effect the file holds, f32 [d / 2]."""
