@@ -180,6 +180,7 @@ def test_locks_hold_versions_and_hashes_only():
     'modern-dev',
     'modern',
     'runtime',
+    'smollm2',
   ]
   for lock in locks:
     text = lock.read_text()
