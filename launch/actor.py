@@ -51,9 +51,8 @@ def run_actor(context: app.RoleContext) -> int:
   variables = clients.make_variable_source(
     addresses[0], period_s=period_s, client=client
   )
-  loop, adder, environment = builder.make_actor_loop(
+  loop, adder, environment = agent.make_acting(
     config,
-    agent,
     actor_id=given.actor_id,
     writer=writer,
     variables=variables,

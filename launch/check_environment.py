@@ -24,7 +24,7 @@ _ENVIRONMENT = absl_flags.DEFINE_string(
   'environment',
   'catch',
   'catch, bsuite:<id>, gym:<id>, atari:<game>, dm_control:<domain>/<task>, '
-  'envpool:<id>, tokens:<task>, or module:factory.',
+  'envpool:<id>, tool:<task>, or module:factory.',
 )
 _NUM_STEPS = absl_flags.DEFINE_integer(
   'num_steps', 1000, 'Random actions to take.', lower_bound=1

@@ -23,63 +23,55 @@ flags.DEFINE_string(
 
 def run_evaluator(context: app.RoleContext) -> int:
   """Evaluates a checkpoint, or a live run until told to stop."""
-  from tunix_reverb.actor import evaluation
   from tunix_reverb.agents import builder
 
-  config = context.config
-  agent = builder.make_agent(config)
-  environment, policy = builder.make_evaluator(
-    config,
-    agent,
-    num_environments=evaluation.environments_for(
-      config.evaluation.evaluation_episodes
-    ),
-  )
-
-  def evaluate():
-    return evaluation.evaluate(
-      environment,
-      policy,
-      num_episodes=config.evaluation.evaluation_episodes,
-      keep_going=lambda: not context.stop.is_set(),
-      on_progress=context.watchdog.progress,
-    )
-
+  agent = builder.make_agent(context.config)
+  evaluator = agent.make_evaluator(context.config)
   try:
     if flags.FLAGS.checkpoint:
-      return _evaluate_checkpoint(context, agent, policy, evaluate)
-    _follow(context, policy, evaluate)
+      return _evaluate_checkpoint(context, agent, evaluator)
+    _follow(context, evaluator)
     return 0
   finally:
-    environment.close()
+    evaluator.close()
 
 
-def _evaluate_checkpoint(context, agent, policy, evaluate) -> int:
+def _evaluate(context, evaluator):
+  """Plays one evaluation and keeps its transcripts; None if stopped."""
+  from tunix_reverb.telemetry import transcripts
+
+  result = evaluator.evaluate(
+    keep_going=lambda: not context.stop.is_set(),
+    on_progress=context.watchdog.progress,
+  )
+  if result is not None:
+    transcripts.write(
+      context.run_dir, result.transcripts, result.policy_version
+    )
+  return result
+
+
+def _evaluate_checkpoint(context, agent, evaluator) -> int:
   from tunix_reverb.agents import builder
 
   directory = pathlib.Path(flags.FLAGS.checkpoint)
   variables = builder.load_variables(context.config, agent, directory)
-  policy.set_variables(variables)
+  evaluator.set_variables(variables)
   print(
     f'evaluator: playing {context.config.evaluation.evaluation_episodes} '
     f'episodes of {context.config.environment} with version '
     f'{variables.policy_version} from {directory}',
     flush=True,
   )
-  result = evaluate()
+  result = _evaluate(context, evaluator)
   if result is None:
     print('evaluator: stopped before the last episode', flush=True)
     return 1
-  print(
-    f'return {result.returns.mean():.3f} +- {result.returns.std():.3f} '
-    f'(mean +- standard deviation over {result.returns.size} episodes), '
-    f'from {result.returns.min():.3f} to {result.returns.max():.3f}; '
-    f'length {result.lengths.mean():.1f}'
-  )
+  print(result.describe())
   return 0
 
 
-def _follow(context, policy, evaluate) -> None:
+def _follow(context, evaluator) -> None:
   """Evaluates the newest variables of a live run, again and again."""
   from tunix_reverb.replay import clients
 
@@ -95,12 +87,12 @@ def _follow(context, policy, evaluate) -> None:
       with context.watchdog.waiting(
         f'{context.role} waits for newer variables of {address}'
       ):
-        newer = variables.get_variables(policy.policy_version + 1, 0.5)
+        newer = variables.get_variables(evaluator.policy_version + 1, 0.5)
       if newer is None:
         continue
       began_s = time.monotonic()
-      policy.set_variables(newer)
-      result = evaluate()
+      evaluator.set_variables(newer)
+      result = _evaluate(context, evaluator)
       if result is None:
         return
       context.logger.write(result.metrics(), result.policy_version)

@@ -35,6 +35,7 @@ from tunix_reverb.telemetry import milestones
 from tunix_reverb.telemetry import reader as reader_lib
 from tunix_reverb.telemetry import run_state
 from tunix_reverb.telemetry import summary as summary_lib
+from tunix_reverb.telemetry import transcripts
 
 # Signals, the kill of what ignores them and the summary fit into 10 seconds.
 _STOP_DEADLINE_S = 9.2
@@ -352,6 +353,7 @@ class Experiment:
     solved = SolvedCheck(evaluation.solved_return, evaluation.hold_s)
     last = _LastEvaluation(self.config, console.say)
     progress = Progress()
+    episodes = transcripts.Follower(self.run_dir)
     began_s = time.time()
     end_s = time.monotonic() + (evaluation.max_run_s or math.inf)
     while True:
@@ -371,6 +373,9 @@ class Experiment:
         return supervisor_lib.Outcome(
           False, f'max_run_s ({evaluation.max_run_s:g} s) is over'
         )
+      episode = episodes.poll()
+      if episode:
+        console.say(episode)
       console.update(state, supervisor.statuses())
       if self.stop.wait(_POLL_PERIOD_S):
         return supervisor_lib.Outcome(False, 'stopped by a signal')

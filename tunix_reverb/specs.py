@@ -5,6 +5,7 @@ Letters: N trajectories, S transitions over all of them (see `types`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
 
@@ -109,6 +110,13 @@ def trajectories_spec(
     turn_id=column(np.int32) if has_turns else (),
     advantage=column(np.float32) if has_advantage else (),
   )
+
+
+def join(parts: Sequence[types.Trajectories]) -> types.Trajectories:
+  """Trajectories laid end to end."""
+  if len(parts) == 1:
+    return parts[0]
+  return tree.map_structure(lambda *columns: np.concatenate(columns), *parts)
 
 
 def bytes_per_transition(columns: types.Trajectories) -> float:

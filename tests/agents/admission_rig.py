@@ -172,9 +172,8 @@ class Actor:
       run.address, period_s=0.01, **client
     )
     self._stop = threading.Event()
-    self.loop, self.adder, self._environment = builder.make_actor_loop(
+    self.loop, self.adder, self._environment = run.agent.make_acting(
       config,
-      run.agent,
       actor_id=actor_id,
       writer=self.writer,
       variables=self._variables,

@@ -142,9 +142,8 @@ def _synchronous_run(run):
   )
   writer = test_utils.ListWriter()
   permits = _EndlessPermits()
-  loop, _, environment = builder.make_actor_loop(
+  loop, _, environment = run.agent.make_acting(
     config,
-    run.agent,
     actor_id=0,
     writer=writer,
     variables=_NoVariables(),

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.standard_dtype_promotion
 
 _FLAGS = {
   'agent': 'transformer',
-  'environment': 'tokens:reverse/7',
+  'environment': 'tool:reverse/7',
   'environments_per_actor': 8,
   'trajectory_length': 15,
   'item_bytes': 1,
@@ -135,9 +135,11 @@ def _play(agent, parts, num_trajectories, permits=None, **flags):
   """Items of the agent's own actor loop, with the params of `parts`."""
   writer = test_utils.ListWriter()
   params = jax.tree_util.tree_map(np.array, parts.state.params)
-  loop, _, environment = builder.make_actor_loop(
-    _config(**flags),
-    agent,
+  config = _config(**flags)
+  if flags:
+    agent = builder.make_agent(config)
+  loop, _, environment = agent.make_acting(
+    config,
     actor_id=0,
     writer=writer,
     variables=_OneVersion(params),
@@ -214,7 +216,7 @@ def test_with_admission_every_episode_has_a_permit_and_the_same_columns(
 def test_a_session_compiles_nothing_and_leaves_a_checkpoint_for_one_device(
   agent, parts, tmp_path
 ):
-  short = _play(agent, parts, 60, environment='tokens:reverse/3')
+  short = _play(agent, parts, 60, environment='tool:reverse/3')
   mixed = _play(agent, parts, 60)
   sink, logger = _Sink(), _Logger()
   publisher = publisher_lib.Publisher(sink)
@@ -257,12 +259,19 @@ def test_a_session_compiles_nothing_and_leaves_a_checkpoint_for_one_device(
     variables.params,
     jax.tree_util.tree_map(np.array, session.learner.state.params),
   )
-  _, policy = builder.make_evaluator(config, agent, num_environments=2)
-  policy.set_variables(variables)
+  evaluator = agent.make_evaluator(_config(evaluation_episodes=4))
+  try:
+    evaluator.set_variables(variables)
+    result = evaluator.evaluate()
+  finally:
+    evaluator.close()
+  metrics.check_names(result.metrics())
+  assert result.policy_version == variables.policy_version
+  assert len(result.transcripts) == 4
 
 
 def test_what_does_not_fit_is_told_with_what_would():
-  with pytest.raises(errors.UserError, match='such as tokens:reverse'):
+  with pytest.raises(errors.UserError, match='such as tool:lookup'):
     builder.make_agent(_config(environment='catch'))
   with pytest.raises(errors.UserError, match=r'bucket_lengths .* \(3\)'):
     _config(tensor_axis=3, sequence_axis=1)

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
 _RUN = (
   '--agent=transformer',
-  '--environment=tokens:reverse/3',
+  '--environment=tool:reverse/3',
   '--num_actors=1',
   '--environments_per_actor=64',
   '--trajectory_length=7',

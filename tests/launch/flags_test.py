@@ -18,7 +18,9 @@ from tunix_reverb.agents import flat
 _FLAGS = """
 agent environment seed watchdog_s
 torso hidden_sizes core core_size
-model compute_dtype remat importance_ratio temperature
+model compute_dtype remat importance_ratio
+loss tis_cap ppo_clip_low ppo_clip_high ppo_dual_clip ppo_behaviour_cap
+temperature max_turns max_turn_tokens group_size advantage evaluate_sampled
 num_actors environments_per_actor environment_mode environment_timeout_s
 trajectory_length item_bytes item_age_s variable_update_period_s
 replay_client replay_mode sampler priority_exponent max_table_items
@@ -32,7 +34,7 @@ num_learners
 learning_rate learning_rate_end learning_rate_decay_steps max_grad_norm
 discount_factor rho_bar c_bar vtrace_lambda baseline_cost entropy_cost
 reward_clip reward_scale publish_period max_learner_steps
-max_non_finite_updates num_micro_batches
+max_non_finite_updates num_micro_batches updates_per_batch
 learner_checkpoint_period_s learner_checkpoints_to_keep
 evaluation_episodes evaluation_period_s solved_return hold_s max_run_s
 """.split()

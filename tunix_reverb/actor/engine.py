@@ -215,6 +215,14 @@ class Engine:
         ended += self._advance(ids, chunk)
     return [self._take(i) for i in sorted(ended)]
 
+  def turns_under_way(self) -> list[tuple[int, list[int], list[float]]]:
+    """(slot, tokens, log-probs) of every turn that has begun and not ended."""
+    return [
+      (i, list(slot.tokens), list(slot.log_probs))
+      for i, slot in enumerate(self._slots)
+      if slot is not None and slot.room and slot.tokens
+    ]
+
   def _slot(self, index: int) -> _Slot:
     slot = self._slots[index]
     if slot is None:

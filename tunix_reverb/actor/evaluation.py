@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
+import math
+from typing import Any
 
 import dm_env
 import numpy as np
 
 from tunix_reverb import core
+from tunix_reverb import types
 from tunix_reverb.actor import loop
 from tunix_reverb.actor import policy as policy_lib
 
@@ -23,15 +29,20 @@ class EvaluationResult:
     returns: f64 [episodes], undiscounted.
     lengths: i64 [episodes], actor steps.
     policy_version: of the variables that played them.
+    successes: how many of them reached what their task asks for; None where
+      tasks do not say.
+    transcripts: of episodes of turns, values for JSON; else empty.
   """
 
   returns: np.ndarray
   lengths: np.ndarray
   policy_version: int
+  successes: int | None = None
+  transcripts: Sequence[Mapping[str, Any]] = ()
 
   def metrics(self) -> dict[str, float]:
     """The evaluator's metrics."""
-    return {
+    metrics = {
       'evaluation_return_mean': float(self.returns.mean()),
       'evaluation_return_std': float(self.returns.std()),
       'evaluation_return_min': float(self.returns.min()),
@@ -40,6 +51,115 @@ class EvaluationResult:
       'evaluation_episodes': float(self.returns.size),
       'policy_version': float(self.policy_version),
     }
+    if self.successes is not None:
+      low, high = wilson_interval(self.successes, self.returns.size)
+      metrics |= {
+        'evaluation_success_rate': self.successes / self.returns.size,
+        'evaluation_success_low': low,
+        'evaluation_success_high': high,
+      }
+    return metrics
+
+  def describe(self) -> str:
+    """In one line, or two where tasks say what success is."""
+    returns = self.returns
+    lines = [
+      f'return {returns.mean():.3f} +- {returns.std():.3f} '
+      f'(mean +- standard deviation over {returns.size} episodes), '
+      f'from {returns.min():.3f} to {returns.max():.3f}; '
+      f'length {self.lengths.mean():.1f}'
+    ]
+    if self.successes is not None:
+      low, high = wilson_interval(self.successes, returns.size)
+      lines.append(
+        f'success {self.successes} of {returns.size} (95% confidence: '
+        f'{low:.1%} to {high:.1%})'
+      )
+    return '\n'.join(lines)
+
+
+class Evaluator(abc.ABC):
+  """Plays a number of episodes with one version of the variables."""
+
+  @property
+  @abc.abstractmethod
+  def policy_version(self) -> int:
+    """Version of the variables; 0 before the first."""
+
+  @abc.abstractmethod
+  def set_variables(self, variables: types.Variables) -> None:
+    """Plays with `variables` from the next evaluation on."""
+
+  @abc.abstractmethod
+  def evaluate(
+    self,
+    *,
+    keep_going: Callable[[], bool] = lambda: True,
+    on_progress: Callable[[], None] = lambda: None,
+  ) -> EvaluationResult | None:
+    """Plays the episodes of one evaluation.
+
+    Args:
+      keep_going: asked after every step; False gives up.
+      on_progress: called after every step that led on.
+
+    Returns:
+      None if given up.
+    """
+
+  @abc.abstractmethod
+  def close(self) -> None:
+    """Closes the environments."""
+
+
+class PolicyEvaluator(Evaluator):
+  """Of a batched policy; see `evaluate`."""
+
+  def __init__(
+    self,
+    environment: core.VectorEnvironment,
+    policy: policy_lib.BatchedPolicy,
+    *,
+    num_episodes: int,
+  ):
+    """Args: environment, policy, num_episodes: see `evaluate`."""
+    self._environment = environment
+    self._policy = policy
+    self._num_episodes = num_episodes
+
+  @property
+  def policy_version(self) -> int:
+    """See base class."""
+    return self._policy.policy_version
+
+  def set_variables(self, variables: types.Variables) -> None:
+    """See base class."""
+    self._policy.set_variables(variables)
+
+  def evaluate(self, **kwargs: Any) -> EvaluationResult | None:
+    """See base class."""
+    return evaluate(
+      self._environment, self._policy, num_episodes=self._num_episodes, **kwargs
+    )
+
+  def close(self) -> None:
+    """See base class."""
+    self._environment.close()
+
+
+def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
+  """The 95% confidence interval of a rate (Wilson 1927).
+
+  Unlike mean +- 2 standard deviations it stays within 0 to 1, and does not
+  shrink to a point where all trials came out alike.
+  """
+  z2 = 1.959964**2
+  rate = successes / trials
+  centre = (rate + z2 / (2 * trials)) / (1 + z2 / trials)
+  spread = math.sqrt(
+    z2 * (rate * (1 - rate) / trials + z2 / (4 * trials**2))
+  ) / (1 + z2 / trials)
+  return max(0.0, centre - spread), min(1.0, centre + spread)
 
 
 def environments_for(num_episodes: int, limit: int = 32) -> int:

@@ -110,6 +110,10 @@ class ActorLoop:
     """Whether all of them do."""
     return self.num_parked == self._environment.num_environments
 
+  def metrics(self) -> dict[str, float]:
+    """What only loops of this kind report."""
+    return {}
+
   def step(self, timeout_s: float) -> bool:
     """Serves the environments that are ready.
 

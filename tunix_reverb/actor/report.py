@@ -56,6 +56,7 @@ class ActorReport:
       'items_total': self._items_total(),
       'environment_failures_total': self._failures_total(),
       'parked_environments': loop.num_parked,
+      **loop.metrics(),
     }
     for name, fraction in loop.account.take().items():
       if name != 'other':

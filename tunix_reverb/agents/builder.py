@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
+import math
 import pathlib
 from typing import Any
 
@@ -19,16 +20,12 @@ import numpy as np
 
 from tunix_reverb import core
 from tunix_reverb import errors
-from tunix_reverb import specs
 from tunix_reverb import types
-from tunix_reverb.actor import admission as admitted_loop
-from tunix_reverb.actor import loop as loop_lib
 from tunix_reverb.agents import agent as agent_lib
 from tunix_reverb.agents import config as config_lib
 from tunix_reverb.agents import learner_config
 from tunix_reverb.batching import buckets as buckets_lib
 from tunix_reverb.batching import packer as packer_lib
-from tunix_reverb.environments import factory
 from tunix_reverb.learner import admission as admission_lib
 from tunix_reverb.learner import checkpoints
 from tunix_reverb.learner import feed as feed_lib
@@ -38,7 +35,6 @@ from tunix_reverb.learner import learner as learner_lib
 from tunix_reverb.learner import optimiser as optimiser_lib
 from tunix_reverb.learner import publisher as publisher_lib
 from tunix_reverb.learner import update as update_lib
-from tunix_reverb.replay import adder as adder_lib
 from tunix_reverb.replay import clients
 from tunix_reverb.replay import tables
 from tunix_reverb.sharding import mesh as mesh_lib
@@ -47,10 +43,6 @@ from tunix_reverb.staleness import bound as bound_lib
 from tunix_reverb.telemetry import drops as drops_lib
 from tunix_reverb.telemetry import metrics as metrics_lib
 from tunix_reverb.telemetry import watchdog as watchdog_lib
-
-# Seeds of different purposes are kept apart by these strides.
-_ACTOR_SEED_STRIDE = 10_007
-_EVALUATOR_SEED = 5_000_011
 
 
 def make_agent(config: config_lib.ExperimentConfig) -> agent_lib.Agent:
@@ -127,106 +119,6 @@ def make_sweeper(
   )
 
 
-def make_actor_loop(
-  config: config_lib.ExperimentConfig,
-  agent: agent_lib.Agent,
-  *,
-  actor_id: int,
-  writer: core.ItemWriter,
-  variables: core.VariableSource,
-  permits: core.PermitSource | None = None,
-  keep_waiting: Callable[[], bool] = lambda: True,
-) -> tuple[
-  loop_lib.ActorLoop, adder_lib.TrajectoryAdder, core.VectorEnvironment
-]:
-  """One actor process's loop, its adder and its environments.
-
-  The loop's policy has no variables yet: call `loop.wait_for_variables` first.
-
-  Args:
-    config: of the run.
-    agent: its specs.
-    actor_id: number of the actor process.
-    writer: takes the items.
-    variables: where variables come from.
-    permits: where permits come from, with admission.
-    keep_waiting: asked when there is no room for an item; False gives it up.
-  """
-  num = config.actor.environments_per_actor
-  seed = config.seed + _ACTOR_SEED_STRIDE * (actor_id + 1)
-  environment = factory.make_vector(
-    config.environment,
-    num_environments=num,
-    mode=config.actor.environment_mode,
-    seed=seed,
-    timeout_s=config.actor.environment_timeout_s,
-  )
-  adder = agent.make_adder(
-    num_environments=num,
-    trajectory_length=config.actor.trajectory_length,
-    writer=writer,
-    actor_id=actor_id,
-    item_transitions=_item_transitions(config, agent.columns),
-    item_age_s=config.actor.item_age_s,
-    keep_waiting=keep_waiting,
-  )
-  policy = agent.make_policy(
-    config,
-    num_environments=num,
-    seed=seed,
-    independent=permits is not None,
-  )
-  parts = {
-    'environment': environment,
-    'policy': policy,
-    'adder': adder,
-    'variables': variables,
-    'variable_update_period_s': config.actor.variable_update_period_s,
-  }
-  if permits is None:
-    return loop_lib.ActorLoop(**parts), adder, environment
-  loop = admitted_loop.AdmittedLoop(
-    **parts,
-    permits=permits,
-    # So that a synchronous run comes out the same every time.
-    in_turn=config.staleness.max_policy_lag == 0,
-  )
-  return loop, adder, environment
-
-
-def _item_transitions(
-  config: config_lib.ExperimentConfig, columns: types.Trajectories
-) -> int:
-  """`item_bytes` in transitions; at most half a batch, to keep data fresh."""
-  if config.replay.admission:
-    return 1  # An item per trajectory.
-  wanted = config.actor.item_bytes // specs.bytes_per_transition(columns)
-  return int(max(1, min(wanted, config.batch.batch_positions // 2)))
-
-
-def make_evaluator(
-  config: config_lib.ExperimentConfig,
-  agent: agent_lib.Agent,
-  *,
-  num_environments: int,
-) -> tuple[core.VectorEnvironment, Any]:
-  """Environments and a greedy policy for evaluation."""
-  environment = factory.make_vector(
-    config.environment,
-    num_environments=num_environments,
-    mode='vectorised',
-    seed=config.seed + _EVALUATOR_SEED,
-    timeout_s=config.actor.environment_timeout_s,
-  )
-  policy = agent.make_policy(
-    config,
-    num_environments=num_environments,
-    seed=config.seed,
-    greedy=True,
-  )
-  return environment, policy
-
-
 @dataclasses.dataclass(frozen=True)
 class LearnerParts:
   """The compiled update and what it works on.
@@ -269,17 +161,21 @@ def make_learner_parts(
   except ValueError as e:
     raise errors.UserError(str(e)) from e
   optimiser = _optimiser(config.learner)
+  key = jax.random.PRNGKey(config.seed)
+  params = agent.initial_params(mesh, key=key)
   state = update_lib.init_state(
-    objective, optimiser, mesh, key=jax.random.PRNGKey(config.seed)
+    objective, optimiser, mesh, key=key, params=params
   )
-  num_micro_batches = config.learner.num_micro_batches
-  update = update_lib.make_update(
-    objective, optimiser, mesh, num_micro_batches=num_micro_batches
-  )
+  parts = {
+    'num_micro_batches': config.learner.num_micro_batches,
+    'updates_per_batch': config.learner.updates_per_batch,
+  }
+  update = update_lib.make_update(objective, optimiser, mesh, **parts)
   buckets = tuple(
     bucket._replace(rows=bucket.rows // processes.num_processes(mesh))
     for bucket in make_buckets(
-      config, row_multiple=mesh_lib.num_batch_shards(mesh) * num_micro_batches
+      config,
+      row_multiple=mesh_lib.num_batch_shards(mesh) * math.prod(parts.values()),
     )
   )
   updates = {}
@@ -488,6 +384,6 @@ def _optimiser(
   return optimiser_lib.make_optimiser(
     learning_rate=learner.learning_rate,
     learning_rate_end=learner.learning_rate_end,
-    decay_steps=learner.learning_rate_decay_steps,
+    decay_steps=learner.learning_rate_decay_steps * learner.updates_per_batch,
     max_grad_norm=learner.max_grad_norm,
   )

@@ -256,7 +256,7 @@ class ExperimentConfig:
   environment: str = fields.field(
     'catch',
     'catch, bsuite:<id>, gym:<id>, atari:<game>, '
-    'dm_control:<domain>/<task>, envpool:<id>, tokens:<task>, or '
+    'dm_control:<domain>/<task>, envpool:<id>, tool:<task>, or '
     'module:factory.',
   )
   seed: int = fields.field(0, 'Seed of everything random, int.')

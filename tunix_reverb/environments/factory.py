@@ -6,11 +6,11 @@
   atari:<game>                ale-py, e.g. atari:Pong (see `atari`)
   dm_control:<domain>/<task>  e.g. dm_control:cartpole/balance
   envpool:<id>                envpool, e.g. envpool:CartPole-v1
-  tokens:<task>               for a transformer: tokens:copy, tokens:reverse, or
-                              tokens:reverse/8 (prompts of 2 to 8 symbols)
   tool:<task>                 turns with tools: tool:lookup, tool:reverse/8, or
                               a user's tool:<module>:<function or class> (see
                               `tasks.registry`)
+  reasoning_gym:<dataset>     e.g. reasoning_gym:chain_sum/max_terms=2, for a
+                              model with a tokeniser of its own
   <module>:<factory>          a user's own: `factory(seed=...)` in an importable
                               module returns a `dm_env.Environment`
 
@@ -39,7 +39,6 @@ from tunix_reverb import errors
 from tunix_reverb import specs as specs_lib
 from tunix_reverb.environments import canonical
 from tunix_reverb.environments import catch
-from tunix_reverb.environments import token_task
 from tunix_reverb.environments import turn_factory
 from tunix_reverb.environments import vector
 
@@ -93,7 +92,11 @@ def load(
       return turn_factory.make(name, seed=seed, options=options)
     return _LOADERS[scheme](rest, seed)
   except ImportError as e:
-    raise _missing_extra(name, scheme, e) from e
+    if scheme not in turn_factory.SCHEMES:
+      raise _missing_extra(name, scheme, e) from e
+    if ':' in rest:  # A user's own module, which keeps its traceback.
+      raise
+    raise _missing_extra(name, turn_factory.EXTRA, e) from e
 
 
 def environment_spec(
@@ -293,7 +296,6 @@ _LOADERS: dict[str, Callable[[str, int], dm_env.Environment]] = {
   'atari': _load_atari,
   'dm_control': _load_dm_control,
   'envpool': _load_envpool,
-  'tokens': token_task.make,
 }
 _SCHEMES = (*_LOADERS, *turn_factory.SCHEMES)
 

@@ -1,97 +1,85 @@
-"""The adder of token trajectories.
+"""The adder of token trajectories: whole episodes in, items out.
 
-The environment's observation at each timestep is a dict of three scalars:
-`token`; `loss_mask`, whether the policy chooses the next token; and `turn_id`,
-the turn of the next token. Stored are the tokens alone, as observations and,
-one later, as actions: where the environment forced the next token, the action
-is that token and not what the policy would have said. Letter: K environments
-stepping together.
+An episode is one trajectory: its second part would lack what the policy had
+seen of the first. Trajectories that are added together, those of a group, stay
+together in one item.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+import time
 
-import dm_env
-import numpy as np
-
-from tunix_reverb import errors
+from tunix_reverb import core
+from tunix_reverb import specs
 from tunix_reverb import types
-from tunix_reverb.replay import adder
-
-_MID = np.int32(dm_env.StepType.MID)
 
 
-class TokenAdder(adder.TrajectoryAdder):
-  """Builds token trajectories of N environments and groups them into items.
+class TokenAdder:
+  """Gathers trajectories up to a size and an age, and writes them.
 
-  An episode is one trajectory: its second part would lack what the policy had
-  seen of the first.
+  Attributes:
+    items_total: items written so far.
+    given_up_total: trajectories given up because there was no room.
   """
 
   def __init__(
-    self, *, num_environments: int, trajectory_length: int, **kwargs: Any
-  ):
-    """See base class; `trajectory_length` must hold the longest episode."""
-    super().__init__(
-      num_environments=num_environments,
-      trajectory_length=trajectory_length,
-      **kwargs,
-    )
-    self._trajectory_length = trajectory_length
-    # Of the next token of each environment.
-    self._loss_mask = np.zeros(num_environments, np.bool_)
-    self._turn_id = np.zeros(num_environments, np.int32)
-
-  def add(
     self,
-    environment_ids: np.ndarray,
     *,
-    action: types.Nest,
-    behaviour_log_prob: np.ndarray,
-    policy_version: np.ndarray,
-    timestep: dm_env.TimeStep,
-    core_state: types.Nest = (),
-  ) -> None:
-    """See base class; `action` is not read: the next token says it.
+    writer: core.ItemWriter,
+    item_transitions: int,
+    item_age_s: float,
+    keep_waiting: Callable[[], bool] = lambda: True,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    """Writes items through `writer`.
 
-    Raises:
-      errors.UserError: an episode is longer than `trajectory_length`.
+    Args:
+      writer: takes the items.
+      item_transitions: most transitions of an item that holds more than what
+        was added at once.
+      item_age_s: age at which trajectories are sent whatever their size,
+        seconds.
+      keep_waiting: asked each time the writer had no room; when it returns
+        False the item is given up.
+      clock: seconds.
     """
-    observation = timestep.observation
-    token, loss_mask = observation['token'], self._loss_mask[environment_ids]
-    transitions = (
-      token,
-      timestep.reward,
-      timestep.discount,
-      np.where(loss_mask, behaviour_log_prob, np.float32(0.0)),
-      policy_version,
-      loss_mask,
-      self._turn_id[environment_ids],
-    )
-    self._loss_mask[environment_ids] = observation['loss_mask']
-    self._turn_id[environment_ids] = observation['turn_id']
-    timestep = timestep._replace(observation=token)
-    self._add(environment_ids, transitions, timestep, core_state)
+    self._writer = writer
+    self._most = item_transitions
+    self._item_age_s = item_age_s
+    self._keep_waiting = keep_waiting
+    self._clock = clock
+    self._pending: list[types.Trajectories] = []
+    self._transitions = 0
+    self._since_s = 0.0
+    self.items_total = 0
+    self.given_up_total = 0
 
-  def _cut(self, environment_ids: np.ndarray, *args: Any) -> None:
-    self._refuse(environment_ids)
+  def add(self, trajectories: types.Trajectories) -> None:
+    """Takes whole trajectories, which stay together."""
+    size = int(trajectories.lengths.sum())
+    if self._transitions + size > self._most:
+      self.flush()
+    if not self._pending:
+      self._since_s = self._clock()
+    self._pending.append(trajectories)
+    self._transitions += size
+    if self._transitions >= self._most:
+      self.flush()
 
-  def _turn(
-    self,
-    environment_ids: np.ndarray,
-    timestep: dm_env.TimeStep,
-    size: np.ndarray,
-    full: np.ndarray,
-    *args: Any,
-  ) -> None:
-    if (full & (timestep.step_type == _MID)).any():
-      self._refuse(environment_ids)
-    super()._turn(environment_ids, timestep, size, full, *args)
+  def send_due(self) -> None:
+    """Sends what is old enough."""
+    if self._pending and self._clock() - self._since_s > self._item_age_s:
+      self.flush()
 
-  def _refuse(self, environment_ids: np.ndarray) -> None:
-    raise errors.UserError(
-      f'trajectory_length ({self._trajectory_length}) must hold every episode '
-      f'of tokens whole; one of environments {environment_ids.tolist()} is '
-      'longer: raise it, and bucket_lengths with it'
-    )
+  def flush(self) -> None:
+    """Sends what there is."""
+    if not self._pending:
+      return
+    item = specs.join(self._pending)
+    self._pending, self._transitions = [], 0
+    while not self._writer.write(item):
+      if not self._keep_waiting():
+        self.given_up_total += item.lengths.size
+        return
+    self.items_total += 1

@@ -160,7 +160,7 @@ def _optimisation() -> dict[str, Metric]:
     rho_mean=('1', 'Mean importance ratio before clipping.'),
     rho_clipped_fraction=(
       'fraction',
-      'Transitions whose importance ratio was clipped.',
+      'Transitions whose importance ratio is above the cap of the loss.',
     ),
     c_mean=('1', 'Mean trace coefficient, after its clip.'),
     c_clipped_fraction=(
@@ -175,6 +175,23 @@ def _optimisation() -> dict[str, Metric]:
       'nats',
       'Estimate of the KL divergence of the behaviour from the target policy: '
       'the mean of minus the log ratios.',
+    ),
+    behaviour_kl_k3=(
+      'nats',
+      'The same with less variance and never below 0: the mean of ratio - 1 - '
+      'log ratio.',
+    ),
+    ppo_clipped_high_fraction=(
+      'fraction',
+      "Tokens that PPO's clip kept from becoming more likely still.",
+    ),
+    ppo_clipped_low_fraction=(
+      'fraction',
+      "Tokens that PPO's clip kept from becoming less likely still.",
+    ),
+    ppo_clipped_dual_fraction=(
+      'fraction',
+      "Tokens that PPO's dual clip kept from becoming less likely.",
     ),
     value_mean=('1', 'Mean value estimate.'),
     learning_rate=('1', 'Learning rate of the last update.'),
@@ -227,7 +244,20 @@ def _actor() -> dict[str, Metric]:
       'environments',
       'Environments that wait for a permit, with admission; else 0.',
     ),
+    tokens_total=(
+      'tokens',
+      'Tokens that the policy has sampled since the start, in turns.',
+    ),
+    active_episodes=(
+      'episodes',
+      'Episodes whose turn is being written; the others wait for their '
+      'environments or for a permit.',
+    ),
     utilisation_act=('fraction', 'Share of wall time in the policy.'),
+    utilisation_permit=(
+      'fraction',
+      'Share of wall time waiting for permits, of actors that play turns.',
+    ),
     utilisation_environment=(
       'fraction',
       'Share of wall time stepping environments.',
@@ -290,6 +320,15 @@ def _evaluator() -> dict[str, Metric]:
     evaluation_return_max=('1', 'Largest return of one evaluation.'),
     evaluation_episodes=('episodes', 'Episodes of one evaluation.'),
     evaluation_length_mean=('steps', 'Mean length of its episodes.'),
+    evaluation_success_rate=(
+      'fraction',
+      'Episodes that reached what their task asks for, of tasks that say so.',
+    ),
+    evaluation_success_low=(
+      'fraction',
+      'Lower end of the 95% confidence interval of that rate (Wilson).',
+    ),
+    evaluation_success_high=('fraction', 'Upper end of it.'),
   )
 
 

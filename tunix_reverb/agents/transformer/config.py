@@ -8,7 +8,10 @@ from tunix_reverb.agents import fields
 from tunix_reverb.networks.transformer import config as model_config
 from tunix_reverb.networks.transformer import presets
 
+# `token_loss.RATIOS` and `policy_loss.KINDS`, which need JAX.
+ADVANTAGES = ('none', 'grpo', 'rloo')
 IMPORTANCE_RATIOS = ('token', 'turn', 'turn_geometric')
+LOSSES = ('vtrace', 'tis', 'ppo', 'uncorrected')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,12 +42,78 @@ class TransformerConfig:
     'or as the geometric mean of its tokens.',
     IMPORTANCE_RATIOS,
   )
+  loss: str = fields.field(
+    'vtrace',
+    'What the policy is moved by: V-trace; truncated importance sampling (tis) '
+    'for small lags; decoupled PPO (ppo) for several updates_per_batch; or '
+    'uncorrected, when no data are older than the policy.',
+    LOSSES,
+  )
+  tis_cap: float = fields.field(
+    2.0, 'Cap of the importance ratio, with --loss=tis.'
+  )
+  ppo_clip_low: float = fields.field(
+    0.2,
+    'How far an update may take the probability of a bad token below what it '
+    'was, as a fraction, with --loss=ppo, as the next three.',
+  )
+  ppo_clip_high: float = fields.field(
+    0.28, 'How far it may raise that of a good one above, as a fraction.'
+  )
+  ppo_dual_clip: float = fields.field(
+    3.0, 'Most that a bad token weighs in the loss, as a ratio; above 1.'
+  )
+  ppo_behaviour_cap: float = fields.field(
+    5.0, 'Tokens whose ratio to the behaviour policy is above are left out.'
+  )
   temperature: float = fields.field(
     1.0,
     'Temperature at which actors sample, no unit; the learner learns the '
     'policy at this temperature, too.',
   )
+  max_turns: int = fields.field(
+    0, "Turns after which an episode is cut; 0 takes the task's own limit."
+  )
+  max_turn_tokens: int = fields.field(
+    0, "Tokens after which a turn is cut; 0 takes the task's own limit."
+  )
+  group_size: int = fields.field(
+    1,
+    'Episodes of one task that begin together and are learnt together, under '
+    'one permit.',
+  )
+  advantage: str = fields.field(
+    'none',
+    'How the rewards of a group say what each of its episodes is worth: grpo, '
+    'rloo, or none, where the learned values say it.',
+    ADVANTAGES,
+  )
+  evaluate_sampled: bool = fields.field(
+    False,
+    'Evaluation episodes are sampled like those of actors, instead of taking '
+    'the most likely tokens.',
+  )
 
   def __post_init__(self) -> None:
     fields.validate_choices(self)
-    fields.positive(self, 'temperature')
+    fields.positive(self, 'group_size')
+    fields.non_negative(self, 'max_turns', 'max_turn_tokens')
+    fields.require(
+      (self.group_size > 1) == (self.advantage != 'none'),
+      'group_size and advantage',
+      (self.group_size, self.advantage),
+      'go together: set --group_size above 1 and --advantage=grpo or rloo, or '
+      'neither',
+    )
+    fields.positive(
+      self, 'temperature', 'tis_cap', 'ppo_clip_high', 'ppo_behaviour_cap'
+    )
+    fields.require(
+      0.0 < self.ppo_clip_low < 1.0,
+      'ppo_clip_low',
+      self.ppo_clip_low,
+      'be above 0 and below 1',
+    )
+    fields.require(
+      self.ppo_dual_clip > 1.0, 'ppo_dual_clip', self.ppo_dual_clip, 'be > 1'
+    )

@@ -9,13 +9,13 @@ import jax
 
 from tunix_reverb import specs
 from tunix_reverb import types
-from tunix_reverb.actor import policy as policy_lib
+from tunix_reverb.actor import evaluation
 from tunix_reverb.agents import agent as agent_lib
 from tunix_reverb.agents import config as config_lib
+from tunix_reverb.agents.vtrace import acting
 from tunix_reverb.environments import factory
 from tunix_reverb.learner import objectives
 from tunix_reverb.networks import policy_network
-from tunix_reverb.replay import adder as adder_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,23 +23,22 @@ class VTraceAgent(agent_lib.Agent):
   """See base class.
 
   Attributes:
-    environment: specs of one environment.
     network: the policy network.
     columns: `specs.ColumnSpec` of every column of an item.
   """
 
-  environment: specs.EnvironmentSpec
   network: policy_network.PolicyNetwork
   columns: types.Trajectories
 
-  def make_policy(
+  def make_acting(
     self, config: config_lib.ExperimentConfig, **kwargs: Any
-  ) -> policy_lib.BatchedPolicy:
-    del config
-    return policy_lib.BatchedPolicy(self.network, **kwargs)
+  ) -> agent_lib.Acting:
+    return acting.make_acting(config, self.network, self.columns, **kwargs)
 
-  def make_adder(self, **kwargs: Any) -> adder_lib.TrajectoryAdder:
-    return adder_lib.TrajectoryAdder(columns=self.columns, **kwargs)
+  def make_evaluator(
+    self, config: config_lib.ExperimentConfig
+  ) -> evaluation.Evaluator:
+    return acting.make_evaluator(config, self.network)
 
   def make_objective(
     self, config: config_lib.ExperimentConfig, mesh: jax.sharding.Mesh
@@ -63,4 +62,4 @@ def make_agent(config: config_lib.ExperimentConfig) -> VTraceAgent:
     core_size=config.network.core_size,
   )
   columns = specs.trajectories_spec(environment_spec, network.core_state_spec())
-  return VTraceAgent(environment_spec, network, columns)
+  return VTraceAgent(network, columns)

@@ -211,10 +211,13 @@ class _CachedAttention:
         for kept, new in zip(self.cache, (keys, values))
       )
     )
-    of_slots = [kept.at[layer, slots].get(mode='clip') for kept in self.cache]
+    keys, values = (
+      kept.at[layer, slots].get(mode='clip') for kept in self.cache
+    )
     return attention_lib.reference_attention(
       queries,
-      *of_slots,
+      keys,
+      values,
       q_segment_ids,
       kv_segment_ids,
       q_start=self._reading.starts[:, None, None],

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible endpoint: agents outside play, we record and learn."""

@@ -1,0 +1,228 @@
+"""Actors and evaluators of a transformer, which plays turns of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import dataclasses
+
+from dm_env import specs as dm_specs
+import numpy as np
+
+from tunix_reverb import core
+from tunix_reverb import errors
+from tunix_reverb import specs
+from tunix_reverb import types
+from tunix_reverb.actor import engine as engine_lib
+from tunix_reverb.actor import evaluation
+from tunix_reverb.actor import permit_line
+from tunix_reverb.actor import turn_evaluation
+from tunix_reverb.actor import turn_loop
+from tunix_reverb.agents import agent as agent_lib
+from tunix_reverb.agents import config as config_lib
+from tunix_reverb.environments import factory
+from tunix_reverb.environments import turn_factory
+from tunix_reverb.environments import turns
+from tunix_reverb.environments.tools import task as task_lib
+from tunix_reverb.networks.transformer import config as model_config
+from tunix_reverb.replay import token_adder
+from tunix_reverb.text import tokeniser
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Play:
+  """How the environment is played.
+
+  Attributes:
+    environment: its specs.
+    options: what its copies are made with.
+    stop_tokens: any of them ends a turn.
+    max_turn_tokens: of a turn.
+    vocabulary_size: of observations and actions.
+  """
+
+  environment: specs.EnvironmentSpec
+  options: turn_factory.TurnOptions
+  stop_tokens: tuple[int, ...]
+  max_turn_tokens: int
+  vocabulary_size: int
+
+  def columns(self) -> types.Trajectories:
+    """`specs.ColumnSpec` of every column of an item."""
+    token = dm_specs.DiscreteArray(self.vocabulary_size)
+    return specs.trajectories_spec(
+      self.environment._replace(
+        observation=specs.stored_action_spec(token), action=token
+      ),
+      has_turns=True,
+      has_advantage=self.options.group_size > 1,
+    )
+
+
+def make_play(
+  config: config_lib.ExperimentConfig,
+  chat_format: tokeniser.ChatFormat | None = None,
+) -> Play:
+  """Makes one environment to read what it is.
+
+  Args:
+    config: of the run.
+    chat_format: of the policy's model; None for models from scratch.
+
+  Raises:
+    errors.UserError: it is no turn environment.
+  """
+  options = turn_factory.TurnOptions(
+    chat_format=chat_format, group_size=config.transformer.group_size
+  )
+  environment = factory.load(
+    config.environment, seed=config.seed, turn_options=options
+  )
+  try:
+    action = environment.action_spec()
+    if not turns.is_turn(action):
+      raise errors.UserError(
+        f'environment ({config.environment!r}) must be one of turns with '
+        'agent transformer, such as tool:lookup: its observations and actions '
+        'are padded tokens'
+      )
+    limits = getattr(environment, 'limits', None)
+    if limits is not None:
+      limits = _limits(config, limits)
+      action = turns.action_spec(limits.max_turn_tokens, _vocabulary(action))
+    own_format = getattr(environment, 'chat_format', None)
+    return Play(
+      environment=specs.make_environment_spec(environment),
+      options=dataclasses.replace(options, limits=limits),
+      stop_tokens=() if own_format is None else own_format.stop_tokens,
+      max_turn_tokens=action.shape[0],
+      vocabulary_size=_vocabulary(action),
+    )
+  finally:
+    environment.close()
+
+
+def _vocabulary(action: dm_specs.BoundedArray) -> int:
+  return int(np.max(action.maximum)) + 1
+
+
+def _limits(
+  config: config_lib.ExperimentConfig, limits: task_lib.Limits
+) -> task_lib.Limits:
+  """The task's limits with what the config changes."""
+  settings = config.transformer
+  return task_lib.Limits(
+    max_turns=settings.max_turns or limits.max_turns,
+    max_turn_tokens=settings.max_turn_tokens or limits.max_turn_tokens,
+    max_observation_tokens=limits.max_observation_tokens,
+    max_tokens=min(limits.max_tokens, config.actor.trajectory_length + 1),
+  )
+
+
+def make_acting(
+  config: config_lib.ExperimentConfig,
+  play: Play,
+  model: model_config.TransformerConfig,
+  *,
+  actor_id: int,
+  writer: core.ItemWriter,
+  variables: core.VariableSource,
+  permits: core.PermitSource | None = None,
+  keep_waiting: Callable[[], bool] = lambda: True,
+) -> agent_lib.Acting:
+  """See `agent.Agent.make_acting`."""
+  seed = agent_lib.actor_seed(config, actor_id)
+  num = config.actor.environments_per_actor
+  environment = factory.make_vector(
+    config.environment,
+    num_environments=num,
+    mode=config.actor.environment_mode,
+    seed=seed,
+    timeout_s=config.actor.environment_timeout_s,
+    turn_options=play.options,
+  )
+  columns = play.columns()
+  adder = token_adder.TokenAdder(
+    writer=writer,
+    item_transitions=agent_lib.item_transitions(config, columns),
+    item_age_s=config.actor.item_age_s,
+    keep_waiting=keep_waiting,
+  )
+  loop = turn_loop.TurnLoop(
+    environment=environment,
+    engine=make_engine(config, play, model, num_slots=num),
+    adder=adder,
+    variables=variables,
+    variable_update_period_s=config.actor.variable_update_period_s,
+    permits=permits or permit_line.OwnPermits(),
+    config=turn_loop.TurnConfig(
+      max_turn_tokens=play.max_turn_tokens,
+      token_dtype=columns.action.dtype,
+      seed=seed,
+      actor_id=actor_id,
+      group_size=config.transformer.group_size,
+      advantage=config.transformer.advantage,
+      # So that a synchronous run comes out the same every time.
+      in_turn=permits is not None and config.staleness.max_policy_lag == 0,
+    ),
+  )
+  return agent_lib.Acting(loop, adder, environment)
+
+
+def make_engine(
+  config: config_lib.ExperimentConfig,
+  play: Play,
+  model: model_config.TransformerConfig,
+  *,
+  num_slots: int,
+  greedy: bool = False,
+) -> engine_lib.Engine:
+  """The engine that plays `num_slots` episodes at once."""
+  return engine_lib.Engine(
+    model,
+    num_slots=num_slots,
+    max_length=config.actor.trajectory_length + 1,
+    dtype=config.transformer.compute_dtype,
+    stop_tokens=play.stop_tokens,
+    temperature=config.transformer.temperature,
+    greedy=greedy,
+  )
+
+
+def make_evaluator(
+  config: config_lib.ExperimentConfig,
+  play: Play,
+  model: model_config.TransformerConfig,
+) -> evaluation.Evaluator:
+  """See `agent.Agent.make_evaluator`."""
+  num_episodes = config.evaluation.evaluation_episodes
+  num = min(num_episodes, config.actor.environments_per_actor)
+  transcripts = turn_evaluation.Transcripts()
+  options = dataclasses.replace(
+    play.options, group_size=1, on_episode=transcripts.add
+  )
+  environment = factory.make_vector(
+    config.environment,
+    num_environments=num,
+    mode=config.actor.environment_mode,
+    seed=agent_lib.evaluator_seed(config),
+    timeout_s=config.actor.environment_timeout_s,
+    turn_options=options,
+  )
+  engine = make_engine(
+    config,
+    play,
+    model,
+    num_slots=num,
+    greedy=not config.transformer.evaluate_sampled,
+  )
+  return turn_evaluation.TurnEvaluator(
+    environment,
+    engine,
+    transcripts,
+    num_episodes=num_episodes,
+    config=turn_loop.TurnConfig(
+      max_turn_tokens=play.max_turn_tokens,
+      token_dtype=np.dtype(np.int32),
+      seed=agent_lib.evaluator_seed(config),
+    ),
+  )
