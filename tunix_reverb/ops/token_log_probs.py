@@ -5,7 +5,8 @@ training step (8 GiB for 16,384 tokens of Llama 3). Here a block of tokens is
 shared among the devices along one mesh axis, each computes the logits of its
 part of the vocabulary, and sums over the vocabulary are reduce-scattered back,
 so that every device ends up with the results of its own tokens and nothing is
-computed twice. The backward pass computes each block's logits again.
+computed twice. The backward pass computes the logits of each of several blocks
+again; those of a single block it would need at once.
 
 Letters: T tokens of this device, c of them in a block, t devices along the
 axis, V vocabulary, D features.
@@ -74,8 +75,6 @@ def token_log_probs(
   features = jnp.pad(features, ((0, pad), (0, 0)))
   targets = jnp.pad(targets, (0, pad))
 
-  # Nothing of a block is kept but its inputs.
-  @_recompute
   def block_fn(
     features: jax.Array, head: jax.Array, targets: jax.Array
   ) -> TokenLogProbs:
@@ -85,8 +84,10 @@ def token_log_probs(
 
   if num_blocks == 1:
     return block_fn(features, head, targets)
+  # Nothing of a block is kept but its inputs.
+  recomputed = _recompute(block_fn)
   _, outputs = jax.lax.scan(
-    lambda _, x: ((), block_fn(x[0], head, x[1])),
+    lambda _, x: ((), recomputed(x[0], head, x[1])),
     (),
     (
       features.reshape(num_blocks, block, -1),
