@@ -185,17 +185,18 @@ def _twin(model, objective, optimiser) -> Callable:
     outputs = _outputs(model, objective.param_specs, params, batch)
     # V-trace goes along rows.
     outputs, batch = whole_rows((outputs, batch))
-    sums = token_loss.vtrace_token_loss(
+    sums = token_loss.TokenLoss(
+      discount_factor=config.discount_factor,
+      rho_bar=config.rho_bar,
+      c_bar=config.c_bar,
+      vtrace_lambda=config.vtrace_lambda,
+    ).sums(
       *outputs,
       rewards=config.shape_rewards(batch.reward),
       discounts=batch.discount,
       behaviour_log_probs=batch.behaviour_log_prob,
       loss_mask=batch.loss_mask & ~batch.is_rejected,
       segment_ids=batch.segment_ids,
-      discount_factor=config.discount_factor,
-      rho_bar=config.rho_bar,
-      c_bar=config.c_bar,
-      vtrace_lambda=config.vtrace_lambda,
     )
     ids = batch.segment_ids
     is_transition = jnp.pad(ids[:, :-1] == ids[:, 1:], ((0, 0), (0, 1)))

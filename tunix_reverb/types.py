@@ -129,6 +129,8 @@ class Batch(NamedTuple):
       from. They stay in the loss's denominator, so that the others do not weigh
       more. `()` if there are none.
     advantage: f32 [B, L], `()` where the learner estimates it.
+    proximal_log_prob: f32 [B, L], of the action before the first update on the
+      batch. Only the update itself adds it, else it is `()`.
   """
 
   observation: Nest
@@ -144,6 +146,7 @@ class Batch(NamedTuple):
   turn_id: Any = ()
   is_rejected: Any = ()
   advantage: Any = ()
+  proximal_log_prob: Any = ()
 
 
 @dataclasses.dataclass(frozen=True)

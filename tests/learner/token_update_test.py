@@ -193,7 +193,13 @@ def test_gradients_are_those_of_the_mean_over_the_policys_tokens():
       ids,
       batch.segment_positions,
     )
-    sums = token_loss.vtrace_token_loss(
+    sums = token_loss.TokenLoss(
+      ratio='turn',
+      discount_factor=0.97,
+      rho_bar=1.1,
+      c_bar=0.9,
+      vtrace_lambda=0.9,
+    ).sums(
       *outputs,
       rewards=0.5 * batch.reward,
       discounts=batch.discount,
@@ -201,11 +207,6 @@ def test_gradients_are_those_of_the_mean_over_the_policys_tokens():
       loss_mask=batch.loss_mask & ~batch.is_rejected,
       segment_ids=ids,
       turn_ids=batch.turn_id,
-      ratio='turn',
-      discount_factor=0.97,
-      rho_bar=1.1,
-      c_bar=0.9,
-      vtrace_lambda=0.9,
     )
     total = sums.pg_loss + 0.5 * sums.baseline_loss - 0.05 * sums.entropy
     return total / np.float32(count)

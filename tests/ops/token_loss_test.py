@@ -47,9 +47,8 @@ def _jitted(ratio, rows=recurrence.WHOLE):
   def run(row):
     positional = [row[k] for k in _POSITIONAL]
     rest = {k: v for k, v in row.items() if k not in _POSITIONAL}
-    return token_loss.vtrace_token_loss(
-      *positional, **rest, ratio=ratio, rows=rows, **_CONFIG
-    )
+    loss = token_loss.TokenLoss(ratio=ratio, rows=rows, **_CONFIG)
+    return loss.sums(*positional, **rest)
 
   return jax.jit(run)
 
@@ -265,7 +264,9 @@ def test_computes_in_float32_whatever_the_inputs():
 
 def test_refuses_what_it_cannot_sum():
   row = _row()
-  with pytest.raises(ValueError, match="ratio \\(word\\) must be 'token'"):
+  with pytest.raises(
+    ValueError, match=r"ratio \('word'\) must be one of token"
+  ):
     _sums(row, 'word')
   turn_ids = row.pop('turn_ids')
   with pytest.raises(ValueError, match='needs turn_ids'):

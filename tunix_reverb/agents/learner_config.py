@@ -142,6 +142,11 @@ class LearnerConfig:
     'Parts that the rows of each device are learnt in, one after the other, '
     'for one update: takes less memory.',
   )
+  updates_per_batch: int = fields.field(
+    1,
+    'Optimiser updates that a batch is split up for, by rows. Together they '
+    'are one learner step.',
+  )
   learner_checkpoint_period_s: float = fields.field(
     60.0, 'Seconds between learner checkpoints; 0 writes one at exit only.'
   )
@@ -163,6 +168,7 @@ class LearnerConfig:
       'learner_checkpoints_to_keep',
       'reward_scale',
       'num_micro_batches',
+      'updates_per_batch',
     )
     fields.non_negative(
       self,

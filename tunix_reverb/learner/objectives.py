@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import dataclasses
+from typing import Any
 from typing import TYPE_CHECKING
 
 import jax
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 
 from tunix_reverb import types
 from tunix_reverb.ops import losses
+from tunix_reverb.ops import policy_loss as policy_loss_lib
 from tunix_reverb.ops import recurrence
 from tunix_reverb.ops import token_loss
 from tunix_reverb.ops import vtrace
@@ -75,6 +77,8 @@ class Objective:
     loss_sums: (params, batch) -> this device's share of the sums over those
       that are not rejected.
     loss_config: constants of the loss.
+    prepare: (params, batch) -> the batch with what the params say of it before
+      the first of several updates on it; None if the loss asks for nothing.
   """
 
   param_specs: types.Nest
@@ -83,6 +87,7 @@ class Objective:
   count: Callable[[types.Batch], jax.Array]
   loss_sums: Callable[[types.Nest, types.Batch], losses.LossSums]
   loss_config: LossConfig
+  prepare: Callable[[types.Nest, types.Batch], types.Batch] | None = None
 
 
 def policy_objective(
@@ -150,6 +155,7 @@ def token_objective(
   loss_config: LossConfig,
   *,
   ratio: token_loss.Ratio = 'token',
+  policy_loss: policy_loss_lib.PolicyLoss = policy_loss_lib.VTRACE,
 ) -> Objective:
   """The token loss of a transformer, params and rows split over its mesh.
 
@@ -160,29 +166,47 @@ def token_objective(
   Args:
     model: built for the mesh of the update.
     loss_config: constants of the loss.
-    ratio: see `token_loss.vtrace_token_loss`; per turn, batches need `turn_id`.
+    ratio: see `token_loss.TokenLoss`; per turn, batches need `turn_id`.
+    policy_loss: which loss. Where a batch has `advantage`, that is what the
+      policy is moved by, and no values are learnt.
   """
   is_split = model.mesh.shape[mesh_lib.SEQUENCE] > 1
   rows = recurrence.Rows(axis_name=mesh_lib.SEQUENCE if is_split else None)
+  loss = token_loss.TokenLoss(
+    discount_factor=loss_config.discount_factor,
+    rho_bar=loss_config.rho_bar,
+    c_bar=loss_config.c_bar,
+    vtrace_lambda=loss_config.vtrace_lambda,
+    policy=policy_loss,
+    ratio=ratio,
+    rows=rows,
+  )
 
   def count(batch: types.Batch) -> jax.Array:
     return _share(_count(batch, rows), (mesh_lib.TENSOR,))
 
   # Per-device shapes inside: batch [b, L / sequence], see `positions`.
-  def loss_sums(params: types.Nest, batch: types.Batch) -> losses.LossSums:
-    outputs = model.apply(
+  def apply(params: types.Nest, batch: types.Batch) -> model_lib.TokenOutputs:
+    return model.apply(
       params,
       batch.observation.astype(jnp.int32),
       batch.action.astype(jnp.int32),
       batch.segment_ids,
       batch.segment_positions,
     )
+
+  def prepare(params: types.Nest, batch: types.Batch) -> types.Batch:
+    log_probs = positions.shard_from_own(apply(params, batch).log_prob)
+    return batch._replace(proximal_log_prob=log_probs)
+
+  def loss_sums(params: types.Nest, batch: types.Batch) -> losses.LossSums:
+    outputs = apply(params, batch)
     # The traces of V-trace go along whole parts of a row, so devices along
     # `tensor` exchange three numbers per token and all take the same sums.
     log_probs, entropies, values = jnp.moveaxis(
       positions.shard_from_own(jnp.stack(outputs, axis=-1)), -1, 0
     )
-    sums = token_loss.vtrace_token_loss(
+    sums = loss.sums(
       log_probs,
       entropies,
       values,
@@ -191,13 +215,9 @@ def token_objective(
       behaviour_log_probs=batch.behaviour_log_prob,
       loss_mask=_accepted(batch),
       segment_ids=batch.segment_ids,
-      turn_ids=None if isinstance(batch.turn_id, tuple) else batch.turn_id,
-      ratio=ratio,
-      discount_factor=loss_config.discount_factor,
-      rho_bar=loss_config.rho_bar,
-      c_bar=loss_config.c_bar,
-      vtrace_lambda=loss_config.vtrace_lambda,
-      rows=rows,
+      turn_ids=_present(batch.turn_id),
+      advantages=_present(batch.advantage),
+      proximal_log_probs=_present(batch.proximal_log_prob),
     )
     return _share(sums, (mesh_lib.TENSOR,))
 
@@ -208,7 +228,13 @@ def token_objective(
     count=count,
     loss_sums=loss_sums,
     loss_config=loss_config,
+    prepare=prepare if policy_loss.kind == 'ppo' else None,
   )
+
+
+def _present(column: Any) -> jax.Array | None:
+  """None for a column that the batch is without."""
+  return None if isinstance(column, tuple) else column
 
 
 def _accepted(batch: types.Batch) -> jax.Array:

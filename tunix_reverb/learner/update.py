@@ -33,6 +33,10 @@ METRIC_NAMES = (
   'c_clipped_fraction',
   'ess',
   'behaviour_kl',
+  'behaviour_kl_k3',
+  'ppo_clipped_high_fraction',
+  'ppo_clipped_low_fraction',
+  'ppo_clipped_dual_fraction',
   'value_mean',
   'learning_rate',
   'non_finite_updates',
@@ -101,13 +105,25 @@ def init_state(
   mesh: jax.sharding.Mesh,
   *,
   key: jax.Array,
+  params: types.Nest | None = None,
 ) -> LearnerState:
-  """A fresh state, made on the mesh in shards, by `objective.param_specs`."""
+  """A state before the first update, in shards, by `objective.param_specs`.
+
+  Args:
+    objective: what to optimise.
+    optimiser: of its params.
+    mesh: where the state goes.
+    key: PRNG key.
+    params: to begin with, on the mesh; donated. Fresh ones if None.
+  """
   shardings = jax.tree_util.tree_map(
     lambda x: x.sharding, abstract_state(objective, optimiser, mesh)
   )
-  init = functools.partial(_fresh_state, objective, optimiser)
-  return jax.jit(init, out_shardings=shardings)(key)
+  if params is None:
+    init = functools.partial(_fresh_state, objective, optimiser)
+    return jax.jit(init, out_shardings=shardings)(key)
+  init = functools.partial(_first_state, optimiser)
+  return jax.jit(init, out_shardings=shardings, donate_argnums=0)(params, key)
 
 
 def make_update(
@@ -116,6 +132,7 @@ def make_update(
   mesh: jax.sharding.Mesh,
   *,
   num_micro_batches: int = 1,
+  updates_per_batch: int = 1,
 ) -> Update:
   """Compiles to one `shard_map` over the mesh; the state is donated.
 
@@ -131,6 +148,9 @@ def make_update(
       `mesh.num_batch_shards(mesh)`.
     num_micro_batches: divides the rows of a device; only one micro-batch's
       activations exist at a time.
+    updates_per_batch: divides them first: optimiser updates on a batch, one
+      after the other, each on its rows. All are one learner step, whose metrics
+      are their means.
 
   Returns:
     A jitted function of (state, batch), laid out as `abstract_state` and
@@ -141,11 +161,27 @@ def make_update(
 
   # Per-device shapes inside: the state in shards, the batch's rows (and, of
   # tokens, positions) of this device.
-  def update(state, batch):
+  def update_once(state, batch):
     grads, loss, sums = mean_gradients(
       objective, state.params, batch, num_micro_batches=num_micro_batches
     )
     return apply_gradients(objective, optimiser, state, grads, loss, sums)
+
+  def update(state, batch):
+    if updates_per_batch == 1:
+      return update_once(state, batch)
+    batches = gradients.split_rows(
+      batch, updates_per_batch, 'updates_per_batch'
+    )
+    if objective.prepare is not None:
+      batches = jax.lax.map(
+        functools.partial(objective.prepare, state.params), batches
+      )
+    new_state, metrics = jax.lax.scan(update_once, state, batches)
+    skipped = metrics['non_finite_updates'][-1]
+    metrics = {name: jnp.mean(x) for name, x in metrics.items()}
+    new_state = new_state._replace(learner_step=state.learner_step + 1)
+    return new_state, metrics | {'non_finite_updates': skipped}
 
   sharded = mesh_lib.shard_map(
     update,
@@ -253,7 +289,12 @@ def _fresh_state(
   key: jax.Array,
 ) -> LearnerState:
   init_key, key = jax.random.split(key)
-  params = objective.init(init_key)
+  return _first_state(optimiser, objective.init(init_key), key)
+
+
+def _first_state(
+  optimiser: optimiser_lib.Optimiser, params: types.Nest, key: jax.Array
+) -> LearnerState:
   # Three arrays, not one used thrice: a donated buffer may be used once.
   counter = lambda: jnp.zeros((), jnp.int32)
   return LearnerState(
@@ -307,5 +348,9 @@ def _metrics(loss: jax.Array, sums: Sums) -> dict[str, jax.Array]:
     # A fraction of the transitions; the offset only matters when all are 0.
     'ess': jnp.square(accepted.rho) / (count * accepted.rho_squared + 1e-20),
     'behaviour_kl': -accepted.log_rho / count,
+    'behaviour_kl_k3': accepted.k3 / count,
+    'ppo_clipped_high_fraction': accepted.clipped_high / count,
+    'ppo_clipped_low_fraction': accepted.clipped_low / count,
+    'ppo_clipped_dual_fraction': accepted.clipped_dual / count,
     'value_mean': accepted.value / count,
   }

@@ -1,4 +1,4 @@
-"""The V-trace actor-critic loss as sums over rows.
+"""Sums of a loss over rows, and those of the V-trace actor-critic loss.
 
 Sums, not means: the denominator is global over rows and devices, so whoever
 holds the mesh divides, by a count taken before anything is rejected. Letters:
@@ -15,6 +15,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from tunix_reverb.ops import policy_loss
 from tunix_reverb.ops import recurrence
 from tunix_reverb.ops import vtrace
 
@@ -25,19 +26,24 @@ class LossSums(NamedTuple):
   Gradients flow through `pg_loss`, `baseline_loss` and `entropy` only.
 
   Attributes:
-    pg_loss: -log pi(a) times the V-trace advantage.
-    baseline_loss: 0.5 (vs - V)^2.
+    pg_loss: what the policy is moved by, see `policy_loss`.
+    baseline_loss: 0.5 (vs - V)^2; 0 where advantages are given.
     entropy: of the target policy, nats.
     num_transitions: how many transitions are summed over.
     rho: importance ratios, unclipped.
     rho_squared: their squares; (sum rho)^2 / (num_transitions sum rho^2) is the
       effective sample size as a fraction.
-    rho_clipped: number of ratios above rho_bar.
+    rho_clipped: number of ratios above the cap of the loss.
     log_rho: logarithms of the ratios; its negative mean estimates the KL
       divergence of the behaviour from the target policy.
+    k3: rho - 1 - log rho, whose mean estimates it as well, with less variance
+      and never below 0 (Schulman 2020, "Approximating KL divergence").
     c: trace coefficients min(c_bar, rho), without lambda.
     c_clipped: number of ratios above c_bar.
     value: value estimates.
+    clipped_high: number of actions that PPO's clip stops from above.
+    clipped_low: those that it stops from below.
+    clipped_dual: those that its dual clip stops.
   """
 
   pg_loss: jax.Array
@@ -48,9 +54,13 @@ class LossSums(NamedTuple):
   rho_squared: jax.Array
   rho_clipped: jax.Array
   log_rho: jax.Array
+  k3: jax.Array
   c: jax.Array
   c_clipped: jax.Array
   value: jax.Array
+  clipped_high: jax.Array
+  clipped_low: jax.Array
+  clipped_dual: jax.Array
 
 
 def shape_rewards(
@@ -128,41 +138,67 @@ def vtrace_actor_critic_loss(
     lambda_=vtrace_lambda,
     rows=rows,
   )
-  return masked_sums(
+  terms = policy_loss.policy_terms(
     log_probs,
-    entropies,
-    values,
-    targets,
-    mask,
+    targets.advantages,
+    log_rhos,
+    config=policy_loss.VTRACE,
     rho_bar=rho_bar,
+  )
+  return masked_sums(
+    terms,
+    mask,
+    entropies=entropies,
+    values=values,
+    vs=targets.vs,
+    log_rhos=log_rhos,
     c_bar=c_bar,
   )
 
 
 def masked_sums(
-  log_probs: jax.Array,
-  entropies: jax.Array,
-  values: jax.Array,
-  targets: vtrace.VTraceOutput,
+  terms: policy_loss.PolicyTerms,
   mask: jax.Array,
   *,
-  rho_bar: float,
+  entropies: jax.Array,
+  values: jax.Array,
+  vs: jax.Array | None,
+  log_rhos: jax.Array,
   c_bar: float,
 ) -> LossSums:
-  """Sums over the positions where `mask` is True."""
+  """Sums over the positions where `mask` is True; all [..., L].
+
+  Args:
+    terms: of the policy.
+    mask: bool.
+    entropies: f32.
+    values: f32.
+    vs: f32, what the values are to be; None trains no values.
+    log_rhos: f32, of the statistics.
+    c_bar: of the statistics.
+  """
+  # `where`, not a product: what lies under the mask may be NaN.
   masked_sum = lambda x: jnp.sum(jnp.where(mask, x, jnp.zeros_like(x)))
   count = lambda x: jnp.sum((mask & x).astype(jnp.float32))
-  rhos = targets.rhos
+  rhos = vtrace.ratios(log_rhos)
   return LossSums(
-    pg_loss=masked_sum(-log_probs * targets.pg_advantages),
-    baseline_loss=masked_sum(0.5 * jnp.square(targets.vs - values)),
+    pg_loss=masked_sum(terms.loss),
+    baseline_loss=(
+      jnp.zeros((), jnp.float32)
+      if vs is None
+      else masked_sum(0.5 * jnp.square(vs - values))
+    ),
     entropy=masked_sum(entropies),
     num_transitions=count(mask),
     rho=masked_sum(rhos),
     rho_squared=masked_sum(jnp.square(rhos)),
-    rho_clipped=count(rhos > rho_bar),
+    rho_clipped=count(terms.is_capped),
     log_rho=masked_sum(jnp.log(rhos)),
+    k3=masked_sum(rhos - 1.0 - jnp.log(rhos)),
     c=masked_sum(jnp.minimum(c_bar, rhos)),
     c_clipped=count(rhos > c_bar),
     value=masked_sum(jax.lax.stop_gradient(values)),
+    clipped_high=count(terms.is_clipped_high),
+    clipped_low=count(terms.is_clipped_low),
+    clipped_dual=count(terms.is_clipped_dual),
   )

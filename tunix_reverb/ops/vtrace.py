@@ -34,8 +34,9 @@ class VTraceOutput(NamedTuple):
   Attributes:
     vs: f32 [..., L], value targets. Equal to the value itself at the last
       position of a segment and on padding.
-    pg_advantages: f32 [..., L], advantages for the policy gradient, already
-      times the clipped rho; 0 where there is no transition.
+    advantages: f32 [..., L], for the policy gradient, before any rho; 0 where
+      there is no transition.
+    pg_advantages: f32 [..., L], those times the clipped rho.
     errors: f32 [..., L], vs - values.
     rhos: f32 [..., L], unclipped importance ratios; 0 where there is no
       transition.
@@ -43,10 +44,16 @@ class VTraceOutput(NamedTuple):
   """
 
   vs: jax.Array
+  advantages: jax.Array
   pg_advantages: jax.Array
   errors: jax.Array
   rhos: jax.Array
   clipped_rhos: jax.Array
+
+
+def ratios(log_rhos: jax.Array) -> jax.Array:
+  """exp(log_rhos), finite whatever they are; f32 of any shape."""
+  return jnp.exp(jnp.clip(log_rhos, -MAX_ABS_LOG_RHO, MAX_ABS_LOG_RHO))
 
 
 def transition_mask(
@@ -114,9 +121,7 @@ def vtrace(
   )
   # `where`, not a product: whatever lies on padding, even NaN, stays there.
   on_transition = lambda x: jnp.where(is_transition, x, jnp.zeros_like(x))
-  rhos = on_transition(
-    jnp.exp(jnp.clip(log_rhos, -MAX_ABS_LOG_RHO, MAX_ABS_LOG_RHO))
-  )
+  rhos = on_transition(ratios(log_rhos))
   clipped_rhos = jnp.minimum(rho_bar, rhos)
   traces = on_transition(discount_t * lambda_ * jnp.minimum(c_bar, rhos))
   if is_decision is None:
@@ -140,9 +145,10 @@ def vtrace(
   # The last transition of a segment bootstraps from V itself; there the error
   # that follows is 0, so it needs no case of its own.
   advantages = on_transition(
-    clipped_rhos * (returns + discount_t * lambda_ * next_errors - values)
+    returns + discount_t * lambda_ * next_errors - values
   )
-  return VTraceOutput(values + errors, advantages, errors, rhos, clipped_rhos)
+  vs, pg_advantages = values + errors, clipped_rhos * advantages
+  return VTraceOutput(vs, advantages, pg_advantages, errors, rhos, clipped_rhos)
 
 
 def _returns(

@@ -65,20 +65,25 @@ def accumulate(
   gradients, sums = jax.lax.scan(
     body,
     jax.tree_util.tree_map(jnp.zeros_like, params),
-    _split_rows(batch, num_micro_batches),
+    split_rows(batch, num_micro_batches),
   )
   sums = jax.tree_util.tree_map(lambda x: jnp.sum(x, axis=0), sums)
   return mesh_lib.psum_over_mesh(gradients, param_specs), sums
 
 
-def _split_rows(batch: types.Nest, count: int) -> types.Nest:
-  """[b, ...] -> [count, b / count, ...]."""
+def split_rows(
+  batch: types.Nest, count: int, name: str = 'num_micro_batches'
+) -> types.Nest:
+  """[b, ...] -> [count, b / count, ...].
+
+  Raises:
+    ValueError: `count`, which the user knows as `name`, does not divide b.
+  """
 
   def split(x: jax.Array) -> jax.Array:
     if x.shape[0] % count:
       raise ValueError(
-        f'num_micro_batches ({count}) must divide the rows of one device '
-        f'({x.shape[0]})'
+        f'{name} ({count}) must divide the rows of one device ({x.shape[0]})'
       )
     return x.reshape(count, x.shape[0] // count, *x.shape[1:])
 
