@@ -17,6 +17,7 @@ _OWN_FLAGS = {
   'actor': _ROLE | {'actor_id'},
   'check_environment': {'environment', 'num_steps', 'seed'},
   'evaluator': _ROLE | {'checkpoint'},
+  'export_model': {'config', 'run_dir', 'checkpoint', 'output', 'dtype'},
   'learner': _ROLE | {'learner_index', 'coordinator_address'},
   'local': _ROLE
   | {'resume', 'replay_restore'}

@@ -1,4 +1,4 @@
-"""Makes `logits` importable."""
+"""Makes `logits` and `tiny_chat` importable."""
 
 import pathlib
 import sys

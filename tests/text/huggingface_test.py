@@ -3,19 +3,15 @@
 import json
 
 import pytest
+import tiny_chat
 
 from tunix_reverb import errors
 from tunix_reverb.text import chat_template
 from tunix_reverb.text import huggingface
 
-tokenizers = pytest.importorskip('tokenizers')
+pytest.importorskip('tokenizers')
 
-_CHATML = """{% for message in messages -%}
-<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+_CHATML = tiny_chat.CHATML
 # As Qwen3's: thinks, forgets earlier thinking, shows tools, tells results as
 # the user's, and writes an empty thought into a last answer without one.
 _THINKING = """{%- if tools %}<|im_start|>system
@@ -53,26 +49,9 @@ _TOOL = {
 
 
 def _write(path, template, *, special=('<|im_start|>', '<|im_end|>'), **config):
-  """A checkpoint's tokeniser: bytes, a few merges, special tokens."""
-  model = tokenizers.models.BPE()
-  tokenizer = tokenizers.Tokenizer(model)
-  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
-    add_prefix_space=False
-  )
-  tokenizer.decoder = tokenizers.decoders.ByteLevel()
-  trainer = tokenizers.trainers.BpeTrainer(
-    vocab_size=300,
-    special_tokens=list(special),
-    initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    show_progress=False,
-  )
-  tokenizer.train_from_iterator(['hello hello assistant user user'], trainer)
-  path.mkdir(exist_ok=True)
-  tokenizer.save(str(path / 'tokenizer.json'))
+  """A checkpoint without a model."""
+  tiny_chat.write_tokeniser(path, template, special)
   (path / 'config.json').write_text(json.dumps({'vocab_size': 320, **config}))
-  (path / 'tokenizer_config.json').write_text(
-    json.dumps({'chat_template': template, 'eos_token': '<|im_end|>'})
-  )
   return str(path)
 
 

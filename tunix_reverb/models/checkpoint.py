@@ -49,12 +49,14 @@ class Checkpoint:
     config: what the model is.
     source: its tensors.
     extras: params that are our own, by their path; fresh ones where absent.
+    description: what config.json says of it, or would say beside the sizes.
   """
 
   path: pathlib.Path
   config: config_lib.TransformerConfig
   source: source_lib.TensorSource
   extras: source_lib.TensorSource
+  description: Mapping[str, Any]
 
   def load(self, mesh: jax.sharding.Mesh, *, key: jax.Array) -> types.Nest:
     """The params, f32, as global arrays that are split over the mesh.
@@ -129,11 +131,6 @@ class Checkpoint:
       )
 
 
-def is_checkpoint(name: str) -> bool:
-  """Whether a model's name is a path, not a preset's name."""
-  return '/' in name or name.endswith(GGUF_SUFFIX) or name in ('.', '..')
-
-
 def open_checkpoint(name: str) -> Checkpoint:
   """Reads what a checkpoint holds, and none of its numbers.
 
@@ -148,18 +145,18 @@ def open_checkpoint(name: str) -> Checkpoint:
   nothing = safetensors_file.SafetensorsSource([])
   if path.is_file() and path.suffix == GGUF_SUFFIX:
     reader = gguf_metadata.open_reader(path)
-    config = gguf_file.config(reader, str(path))
+    config = gguf_file.config(reader, name)
     source = gguf_file.GgufSource(reader, config)
-    return Checkpoint(path, config, source, nothing)
-  config = huggingface_config.parse(read_json(path / CONFIG_NAME), str(path))
+    description = gguf_file.description(reader)
+    return Checkpoint(path, config, source, nothing, description)
+  description = read_json(path / CONFIG_NAME)
   extras = path / EXTRAS_NAME
   return Checkpoint(
     path,
-    config,
+    huggingface_config.parse(description, name),
     safetensors_file.SafetensorsSource(safetensors_file.find(path)),
-    safetensors_file.SafetensorsSource([extras])
-    if extras.exists()
-    else nothing,
+    safetensors_file.SafetensorsSource([extras] if extras.exists() else []),
+    description,
   )
 
 

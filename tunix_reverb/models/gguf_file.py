@@ -94,6 +94,21 @@ def config(reader: Any, where: str) -> config_lib.TransformerConfig:
   return found
 
 
+def description(reader: Any) -> dict[str, Any]:
+  """What config.json says beside the sizes, as far as the file does."""
+  family = gguf_metadata.field(reader, 'general.architecture')
+  fields = {
+    'max_position_embeddings': f'{family}.context_length',
+    'bos_token_id': 'tokenizer.ggml.bos_token_id',
+    'eos_token_id': 'tokenizer.ggml.eos_token_id',
+    'pad_token_id': 'tokenizer.ggml.padding_token_id',
+  }
+  found = {
+    key: gguf_metadata.field(reader, name) for key, name in fields.items()
+  }
+  return {key: int(value) for key, value in found.items() if value is not None}
+
+
 class GgufSource(source_lib.TensorSource):
   """The tensors of one file, by their names at Hugging Face."""
 

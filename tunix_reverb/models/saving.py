@@ -47,8 +47,7 @@ def save(
     params: its params, NumPy's or whole on this process's devices.
     dtype: of the language model's tensors, a key of DTYPES; our own params are
       float32 always.
-    base: config.json of the model that this one was made from; what it says
-      beside the sizes is kept.
+    base: `Checkpoint.description` of the model that this one was made from.
     max_file_bytes: of the tensors of one file.
 
   Raises:
@@ -81,7 +80,9 @@ def save(
   )
   # Last: a directory without it is not taken for a model.
   if base is not None:
-    described = {**base, 'torch_dtype': dtype}
+    # A whole description is kept as it is, in the words that it was in.
+    whole = 'model_type' in base
+    described = {**({} if whole else described), **base, 'torch_dtype': dtype}
     described.pop('dtype', None)
   (directory / checkpoint_lib.CONFIG_NAME).write_text(
     json.dumps(described, indent=2) + '\n', encoding='utf-8'

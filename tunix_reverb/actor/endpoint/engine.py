@@ -16,7 +16,9 @@ class ListenedEngine(engine_lib.Engine):
   sampled.
   """
 
-  def __init__(self, *args: Any, sessions: sessions_lib.Sessions, **kwargs: Any):
+  def __init__(
+    self, *args: Any, sessions: sessions_lib.Sessions, **kwargs: Any
+  ):
     """See base class; sessions: hears."""
     super().__init__(*args, **kwargs)
     self._sessions = sessions

@@ -9,6 +9,7 @@ from typing import Any
 from tunix_reverb import errors
 
 _STOP_DEADLINE_S = 3.0
+_BACKLOG = 1024
 
 
 class Server:
@@ -32,6 +33,8 @@ class Server:
     self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
       self._socket.bind((host, port))
+      # Whoever connects from now on is served once the thread is there.
+      self._socket.listen(_BACKLOG)
     except OSError as e:
       self._socket.close()
       raise errors.UserError(

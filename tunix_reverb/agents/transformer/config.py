@@ -20,8 +20,12 @@ class TransformerConfig:
 
   model: str = fields.field(
     'tiny',
-    "The transformer's sizes; its vocabulary is the environment's.",
-    tuple(presets.PRESETS),
+    'The sizes of a transformer from scratch, whose vocabulary is the '
+    "environment's, of: "
+    + ', '.join(presets.PRESETS)
+    + '. Or a pretrained one: the path of a directory of Hugging Face '
+    '(safetensors; Llama, Qwen2, Qwen3) or of a .gguf file, with its tokeniser '
+    'and chat template.',
   )
   compute_dtype: str = fields.field(
     'float32',
@@ -96,6 +100,15 @@ class TransformerConfig:
 
   def __post_init__(self) -> None:
     fields.validate_choices(self)
+    fields.require(
+      self.model in presets.PRESETS
+      or '/' in self.model
+      or self.model.endswith('.gguf'),
+      'model',
+      self.model,
+      f'be one of {", ".join(presets.PRESETS)}, or a path with a slash of a '
+      'pretrained model',
+    )
     fields.positive(self, 'group_size')
     fields.non_negative(self, 'max_turns', 'max_turn_tokens')
     fields.require(

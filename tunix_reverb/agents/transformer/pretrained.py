@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 
 from tunix_reverb import errors
+from tunix_reverb import types
 from tunix_reverb.models import checkpoint as checkpoint_lib
+from tunix_reverb.models import saving
 from tunix_reverb.networks.transformer import config as model_config
 from tunix_reverb.networks.transformer import presets
 from tunix_reverb.text import huggingface
@@ -58,3 +61,30 @@ def architecture(
       )
     return checkpoint.config
   return dataclasses.replace(presets.get(name), vocabulary_size=vocabulary_size)
+
+
+def export(
+  directory: pathlib.Path,
+  name: str,
+  model: model_config.TransformerConfig,
+  params: types.Nest,
+  *,
+  dtype: str,
+) -> None:
+  """Writes params as a directory that `transformers` loads.
+
+  Args:
+    directory: must not hold a model.
+    name: of the model that learning began with, whose tokeniser goes with it.
+    model: what it is.
+    params: whole.
+    dtype: of what is written, of `saving.DTYPES`.
+
+  Raises:
+    errors.UserError: see `saving.save`.
+  """
+  checkpoint = open_checkpoint(name)
+  base = None if checkpoint is None else checkpoint.description
+  saving.save(directory, model, params, dtype=dtype, base=base)
+  if checkpoint is not None:
+    huggingface.save_files(name, directory)

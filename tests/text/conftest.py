@@ -1,0 +1,6 @@
+"""Makes `tiny_chat` importable."""
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / 'models'))
