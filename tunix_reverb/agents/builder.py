@@ -295,7 +295,9 @@ def make_admission(
   """The learner's side of admission; call `start` on it."""
   return admission_lib.Admission(
     table,
-    trajectories_per_update=config.trajectories_per_update,
+    # One permit for each group.
+    trajectories_per_update=config.trajectories_per_update
+    // config.transformer.group_size,
     max_policy_lag=config.staleness.max_policy_lag,
     lease_s=config.replay.permit_lease_s,
     publish_period=config.learner.publish_period,

@@ -311,6 +311,13 @@ class ExperimentConfig:
       'positions, or the longest trajectory fits no row',
     )
     self._validate_mesh()
+    size = self.transformer.group_size
+    fields.require(
+      not self.replay.admission or self.trajectories_per_update % size == 0,
+      'trajectories_per_update',
+      self.trajectories_per_update,
+      f'be a multiple of group_size ({size}), as groups are learnt whole',
+    )
     wanted, most = self.replay.trajectories_per_update, self._fitting
     fields.require(
       not self.replay.admission

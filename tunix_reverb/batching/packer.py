@@ -51,7 +51,9 @@ class _Pending:
     return self.trajectories.lengths[self.index] + 1
 
   def permit_id(self) -> int:
-    return int(self.trajectories.permit_id[self.index[0]])
+    """Of the first of them; in a group its first member has that of all."""
+    permit_id = self.trajectories.permit_id
+    return int(permit_id[self.index[0]] or permit_id.max())
 
 
 def minimum_versions(trajectories: types.Trajectories) -> np.ndarray:

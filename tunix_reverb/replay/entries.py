@@ -21,15 +21,15 @@ from tunix_reverb.replay import small_tables
 
 
 class Entry(NamedTuple):
-  """One item of the trajectory table, which holds one trajectory.
+  """One item of the trajectory table: one trajectory, or those of a group.
 
   Attributes:
     key: the item's, and of the entry's own item in `tables.INDEX` and in
       `tables.ANNOUNCEMENTS`.
-    policy_version: the trajectory's minimum; the priority of all three.
-    created_at_s: wall-clock seconds at the trajectory's first action.
+    policy_version: the item's minimum; the priority of all three.
+    created_at_s: wall-clock seconds at its first action.
     permit_id: it was begun under.
-    length: transitions.
+    length: transitions, of a group those of the longest trajectory.
   """
 
   key: int

@@ -155,14 +155,19 @@ def test_items_are_announced_under_their_keys(serve, new_writer, closing):
   writer = new_writer(server.address, announce=True)
   expected = {}
   for i in range(20):
-    item = test_utils.item(i, lengths=(i + 1,), policy_version=i)
-    item = item._replace(permit_id=np.array([100 + i]))
+    # Every other one is of a group, under its first one's permit.
+    lengths = (i + 1, 1) if i % 2 else (i + 1,)
+    item = test_utils.item(i, lengths=lengths, policy_version=i)
+    permit_id = np.zeros(len(lengths), np.int64)
+    permit_id[0] = 100 + i
+    item = item._replace(permit_id=permit_id)
     assert writer.write(item, 10.0)
     expected[writer.last_key] = entries.Entry(
       writer.last_key, i, item.created_at_s[0], 100 + i, i + 1
     )
-  with pytest.raises(ValueError, match='one trajectory'):
-    writer.write(test_utils.item(lengths=(1, 2)), 1.0)
+  two = test_utils.item(lengths=(1, 2))._replace(permit_id=np.array([7, 8]))
+  with pytest.raises(ValueError, match='must be one, of the first'):
+    writer.write(two, 1.0)
   assert writer.close(10.0) and writer.confirmed_items == 20
   infos = admin.info(server.address, 10.0)
   for table in (tables.TRAJECTORIES, tables.INDEX, tables.ANNOUNCEMENTS):

@@ -44,7 +44,7 @@ class ItemEncoder:
     Raises:
       errors.SpecMismatchError: the columns differ from the signature.
       ValueError: a negative `policy_version`, lengths that contradict the
-        columns, or several trajectories where entries are asked for.
+        columns, or several permits where entries are asked for.
     """
     arrays = self._codec.arrays(item)
     with self._lock:
@@ -64,17 +64,17 @@ class ItemEncoder:
   def _encode_entry(
     self, item: types.Trajectories, key: int, priority: float
   ) -> encoder_lib.Encoded:
-    if len(item.lengths) != 1:
+    if item.permit_id[1:].any():
       raise ValueError(
-        f'lengths ({item.lengths.tolist()}) must hold one trajectory: items '
-        'balanced by permits are removed one by one'
+        f'permit_id ({item.permit_id.tolist()}) must be one, of the first '
+        'trajectory: items balanced by permits are removed one by one'
       )
     entry = entries.Entry(
       key=key,
       policy_version=int(priority),
-      created_at_s=item.created_at_s[0],
+      created_at_s=item.created_at_s.min(),
       permit_id=item.permit_id[0],
-      length=item.lengths[0],
+      length=item.lengths.max(),
     )
     return self._encoder.encode(
       entries.encode_entry(entry),

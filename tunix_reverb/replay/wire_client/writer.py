@@ -78,7 +78,7 @@ class WireItemWriter(core.ItemWriter):
       which the writer has failed for good.
     announce: also insert an `entries.Entry` of each item into `tables.INDEX`
       and `tables.ANNOUNCEMENTS`, as a table balanced by permits needs it; each
-      item must then hold one trajectory.
+      item must then be under one permit, its first trajectory's.
   """
 
   def __init__(
