@@ -15,7 +15,9 @@ from tunix_reverb.environments.tools import transcript as transcript_lib
 from tunix_reverb.text import characters
 from tunix_reverb.text import tokeniser
 
-SCHEMES = ('tool',)
+SCHEMES = ('tool', 'reasoning_gym')
+# The optional libraries of all of them.
+EXTRA = 'agents'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,10 +62,10 @@ def make(
   Raises:
     errors.UserError: there is no such task, or it does not suit the format.
   """
-  _, _, task_name = name.partition(':')
+  scheme, _, task_name = name.partition(':')
   on_episode = options.on_episode
   return tool_environment.make(
-    registry.make(task_name),
+    registry.make(scheme, task_name),
     chat_format=options.chat_format or characters.CharacterFormat(),
     limits=options.limits,
     seed=seed,

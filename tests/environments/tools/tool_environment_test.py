@@ -7,6 +7,7 @@ import dm_env
 from dm_env import test_utils
 import numpy as np
 import pytest
+import turn_fakes
 
 from tunix_reverb import errors
 from tunix_reverb.environments import canonical
@@ -17,38 +18,11 @@ from tunix_reverb.environments.tools import task
 from tunix_reverb.environments.tools import tool
 from tunix_reverb.environments.tools import tool_environment
 from tunix_reverb.text import characters
-from tunix_reverb.text import tokeniser
 
 _FORMAT = characters.CharacterFormat()
 _LIMITS = task.Limits(
   max_turns=3, max_turn_tokens=5, max_observation_tokens=6, max_tokens=40
 )
-
-
-class _Bytes(tokeniser.Tokeniser):
-  """UTF-8, and 256 ends a turn."""
-
-  vocabulary_size = 257
-  stop_tokens = (256,)
-
-  def encode(self, text):
-    return list(text.encode())
-
-  def decode(self, tokens):
-    return bytes(t for t in tokens if t < 256).decode(errors='replace')
-
-
-class _Chat(tokeniser.ChatFormat):
-  """role:content, one message a line."""
-
-  tokeniser = _Bytes()
-
-  def first(self, messages, tools):
-    return self.following(messages, ended=True)
-
-  def following(self, messages, *, ended):
-    text = ''.join(f'{m["role"]}:{m["content"]}\n' for m in messages)
-    return ([] if ended else [256]) + self.tokeniser.encode(text)
 
 
 @tool.tool(timeout_s=None)
@@ -203,7 +177,7 @@ def test_a_tools_error_is_read_by_the_policy_and_the_episode_goes_on():
 
 
 def test_malformed_calls_are_read_by_the_policy():
-  environment = _make(chat_format=_Chat(), limits=task.Limits())
+  environment = _make(chat_format=turn_fakes.Chat(), limits=task.Limits())
   environment.reset()
   timestep = _say(
     environment,
@@ -222,7 +196,7 @@ def test_malformed_calls_are_read_by_the_policy():
 
 def test_too_many_calls_in_one_turn_are_not_made():
   limits = task.Limits(max_turn_tokens=2000, max_observation_tokens=2000)
-  environment = _make(chat_format=_Chat(), limits=limits)
+  environment = _make(chat_format=turn_fakes.Chat(), limits=limits)
   environment.reset()
   call = calls.render(calls.Call('double', {'number': 1}))
   text = _text(environment, _say(environment, call * 20))
@@ -261,7 +235,7 @@ def test_long_results_are_shortened_to_fit():
   limits = task.Limits(max_observation_tokens=30)
   say = 'x' * 20 + 'é' * 100
   environment = _make(
-    chat_format=_Chat(),
+    chat_format=turn_fakes.Chat(),
     limits=limits,
     next_messages=lambda e: [{'role': 'user', 'content': say}],
   )
@@ -276,7 +250,7 @@ def test_long_results_are_shortened_to_fit():
 
 def test_an_answer_that_cannot_be_shortened_enough_truncates():
   environment = _make(
-    chat_format=_Chat(),
+    chat_format=turn_fakes.Chat(),
     limits=task.Limits(max_observation_tokens=8),
     next_messages=lambda e: [{'role': 'assistant', 'content': 'hello'}],
   )

@@ -14,17 +14,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tunix_reverb import errors
+from tunix_reverb.environments.tasks import bonus
 from tunix_reverb.environments.tasks import symbols
 from tunix_reverb.environments.tools import calls
 from tunix_reverb.environments.tools import task
 from tunix_reverb.environments.tools import taxonomy
 from tunix_reverb.environments.tools import tool
-from tunix_reverb.environments.tools import transcript
 from tunix_reverb.text import tokeniser
 
 _MAX_KEY_SYMBOLS = 3
-_DEFAULT_CALL_BONUS = 0.1
 _INSTRUCTIONS = (
   'The user gives you a key. Look it up with the tool, then answer with what '
   'the tool said and nothing else.'
@@ -76,19 +74,10 @@ class LookupTask(task.Task):
       ],
       tools=[lookup],
       score=lambda episode: _score(episode, answer),
-      turn_reward=self._turn_reward,
+      turn_reward=bonus.of_first_call(self._call_bonus),
       next_messages=_next_messages,
       oracle=oracle,
     )
-
-  def _turn_reward(self, episode: task.Transcript) -> float:
-    looked_up = [_is_answered(turn) for turn in episode.turns]
-    is_first = looked_up[-1] and sum(looked_up) == 1
-    return self._call_bonus if is_first else 0.0
-
-
-def _is_answered(turn: transcript.Turn) -> bool:
-  return any(call.error is None for call in turn.calls)
 
 
 def _next_messages(
@@ -113,18 +102,7 @@ def make(name: str, argument: str) -> LookupTask:
   Raises:
     errors.UserError: the argument is not of that form.
   """
-  del name
-  count, _, bonus = argument.partition('/')
-  try:
-    max_answer_symbols = int(count or 1)
-    call_bonus = float(bonus or _DEFAULT_CALL_BONUS)
-  except ValueError:
-    max_answer_symbols, call_bonus = 0, 0.0
-  if max_answer_symbols < 1 or not 0 <= call_bonus <= 1:
-    raise errors.UserError(
-      f'argument ({argument!r}) of tool:lookup must be the most symbols of an '
-      'answer, >= 1, and the reward of a call, 0 to 1, as in tool:lookup/2/0.1'
-    )
-  return LookupTask(
-    max_answer_symbols=max_answer_symbols, call_bonus=call_bonus
+  count, call_bonus = bonus.parse(
+    name, argument, what='the most symbols of an answer', default=1
   )
+  return LookupTask(max_answer_symbols=count, call_bonus=call_bonus)

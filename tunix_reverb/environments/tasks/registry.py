@@ -1,4 +1,4 @@
-"""Tasks by name.
+"""Tasks by name, those of tool:<task>.
 
 copy, reverse[/<most symbols>]            one turn, no tools
 lookup[/<answer symbols>[/<call bonus>]]  a tool whose answer none can guess
@@ -13,7 +13,11 @@ import importlib
 import inspect
 
 from tunix_reverb import errors
+from tunix_reverb.environments.tasks import calculation
+from tunix_reverb.environments.tasks import code
+from tunix_reverb.environments.tasks import latency
 from tunix_reverb.environments.tasks import lookup
+from tunix_reverb.environments.tasks import reasoning
 from tunix_reverb.environments.tasks import symbols
 from tunix_reverb.environments.tools import task as task_lib
 
@@ -21,15 +25,25 @@ _TASKS: dict[str, Callable[[str, str], task_lib.Task]] = {
   'copy': symbols.make,
   'reverse': symbols.make,
   'lookup': lookup.make,
+  'calculator': calculation.make,
+  'code': code.make,
+  'latency': latency.make,
 }
 
 
-def make(name: str) -> task_lib.Task:
-  """Makes the task `name`, such as 'lookup/2' or 'my_module:doubling'.
+def make(scheme: str, name: str) -> task_lib.Task:
+  """Makes a task.
+
+  Args:
+    scheme: 'tool', or 'reasoning_gym' for one of its datasets.
+    name: such as 'lookup/2' or 'my_module:doubling'.
 
   Raises:
     errors.UserError: there is none of that name, or its argument is wrong.
+    ImportError: it needs a package of the extra 'agents'.
   """
+  if scheme == 'reasoning_gym':
+    return reasoning.make(name)
   module_name, is_own, attribute = name.partition(':')
   if is_own:
     return _make_own(module_name, attribute)
