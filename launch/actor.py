@@ -17,8 +17,8 @@ flags.DEFINE_integer(
 _REPORT_PERIOD_S = 1.0
 
 
-def run_actor(context: app.RoleContext) -> int:
-  """Runs the actor until it is told to stop."""
+def run_actor(context: app.RoleContext, make: str = 'make_acting') -> int:
+  """Runs what the agent's method `make` makes until it is told to stop."""
   from tunix_reverb.actor import report as report_lib
   from tunix_reverb.agents import builder
   from tunix_reverb.replay import clients
@@ -51,7 +51,7 @@ def run_actor(context: app.RoleContext) -> int:
   variables = clients.make_variable_source(
     addresses[0], period_s=period_s, client=client
   )
-  loop, adder, environment = agent.make_acting(
+  loop, adder, environment = getattr(agent, make)(
     config,
     actor_id=given.actor_id,
     writer=writer,
@@ -89,13 +89,13 @@ def run_actor(context: app.RoleContext) -> int:
 
 def _make_keep_going(context, loop, report):
   """Writes metrics and sees whether to go on; waiting for permits is going."""
-  seen_steps = 0
+  seen = 0
   next_report_s = time.monotonic() + _REPORT_PERIOD_S
 
   def keep_going() -> bool:
-    nonlocal seen_steps, next_report_s
-    if loop.actor_steps > seen_steps or loop.is_parked:
-      seen_steps = loop.actor_steps
+    nonlocal seen, next_report_s
+    if loop.progress > seen or loop.is_waiting:
+      seen = loop.progress
       context.watchdog.progress()
     if time.monotonic() >= next_report_s:
       next_report_s = time.monotonic() + _REPORT_PERIOD_S

@@ -29,6 +29,7 @@ from launch import topology
 from tunix_reverb import errors
 from tunix_reverb.agents import config as config_lib
 from tunix_reverb.agents import flat
+from tunix_reverb.agents.transformer import config as transformer_config
 from tunix_reverb.telemetry import console as console_lib
 from tunix_reverb.telemetry import metrics
 from tunix_reverb.telemetry import milestones
@@ -148,11 +149,11 @@ def make_specs(
   servers = '--replay_servers=' + ','.join(f'localhost:{p}' for p in ports)
   this = interpreters_lib.command(sys.executable)
 
-  def command(role: str, *flags: str) -> list[str]:
+  def command(role: str, *flags: str, binary: str = '') -> list[str]:
     return [
       *(interpreters or {}).get(role, this),
       '-m',
-      f'launch.{role}',
+      f'launch.{binary or role}',
       f'--run_dir={run_dir}',
       '--supervised',
       *flags,
@@ -178,15 +179,17 @@ def make_specs(
     )
   learner = command(metrics.LEARNER, servers)
   specs += _learner_specs(config.mesh.num_learners, learner, coordinator_port)
+  is_outside = config.environment == transformer_config.OUTSIDE
+  binary = 'endpoint' if is_outside else ''
   specs += [
     supervisor_lib.ProcessSpec(
       name=f'{metrics.ACTOR}_{i}',
-      command=command(metrics.ACTOR, f'--actor_id={i}', servers),
+      command=command(metrics.ACTOR, f'--actor_id={i}', servers, binary=binary),
       restart=True,
     )
     for i in range(config.actor.num_actors)
   ]
-  if config.evaluation.evaluation_period_s > 0:
+  if config.evaluation.evaluation_period_s > 0 and not is_outside:
     specs.append(
       supervisor_lib.ProcessSpec(
         name=metrics.EVALUATOR,

@@ -16,6 +16,7 @@ _ROLE = {'config', 'run_dir', 'replay_servers', 'supervised'}
 _OWN_FLAGS = {
   'actor': _ROLE | {'actor_id'},
   'check_environment': {'environment', 'num_steps', 'seed'},
+  'endpoint': _ROLE | {'actor_id'},
   'evaluator': _ROLE | {'checkpoint'},
   'export_model': {'config', 'run_dir', 'checkpoint', 'output', 'dtype'},
   'learner': _ROLE | {'learner_index', 'coordinator_address'},

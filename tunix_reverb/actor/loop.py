@@ -110,6 +110,16 @@ class ActorLoop:
     """Whether all of them do."""
     return self.num_parked == self._environment.num_environments
 
+  @property
+  def is_waiting(self) -> bool:
+    """Whether it waits for others, who may take as long as they like."""
+    return self.is_parked
+
+  @property
+  def progress(self) -> int:
+    """Grows as long as the loop gets on."""
+    return self.actor_steps
+
   def metrics(self) -> dict[str, float]:
     """What only loops of this kind report."""
     return {}

@@ -130,6 +130,11 @@ class TurnLoop(loop_lib.ActorLoop):
     """Whether there is nothing to do but to wait for permits."""
     return not (self._owing or self._outbox or self._engine.has_work)
 
+  @property
+  def progress(self) -> int:
+    """See base class; a turn may take long."""
+    return self._engine.tokens_total
+
   def metrics(self) -> dict[str, float]:
     """See base class."""
     return {

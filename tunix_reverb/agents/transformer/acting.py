@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import dataclasses
+from typing import Any
 
 from dm_env import specs as dm_specs
 import numpy as np
@@ -19,12 +20,14 @@ from tunix_reverb.actor import turn_evaluation
 from tunix_reverb.actor import turn_loop
 from tunix_reverb.agents import agent as agent_lib
 from tunix_reverb.agents import config as config_lib
+from tunix_reverb.agents.transformer import config as transformer_config
 from tunix_reverb.environments import factory
 from tunix_reverb.environments import turn_factory
 from tunix_reverb.environments import turns
 from tunix_reverb.environments.tools import task as task_lib
 from tunix_reverb.networks.transformer import config as model_config
 from tunix_reverb.replay import token_adder
+from tunix_reverb.text import characters
 from tunix_reverb.text import tokeniser
 
 
@@ -36,6 +39,8 @@ class Play:
     environment: its specs.
     options: what its copies are made with.
     stop_tokens: any of them ends a turn.
+    chat_format: in which conversations are written; None if only the
+      environment knows.
     max_turn_tokens: of a turn.
     vocabulary_size: of observations and actions.
   """
@@ -43,6 +48,7 @@ class Play:
   environment: specs.EnvironmentSpec
   options: turn_factory.TurnOptions
   stop_tokens: tuple[int, ...]
+  chat_format: tokeniser.ChatFormat | None
   max_turn_tokens: int
   vocabulary_size: int
 
@@ -74,6 +80,8 @@ def make_play(
   options = turn_factory.TurnOptions(
     chat_format=chat_format, group_size=config.transformer.group_size
   )
+  if config.environment == transformer_config.OUTSIDE:
+    return _outside(config, options)
   environment = factory.load(
     config.environment, seed=config.seed, turn_options=options
   )
@@ -94,11 +102,35 @@ def make_play(
       environment=specs.make_environment_spec(environment),
       options=dataclasses.replace(options, limits=limits),
       stop_tokens=() if own_format is None else own_format.stop_tokens,
+      chat_format=own_format,
       max_turn_tokens=action.shape[0],
       vocabulary_size=_vocabulary(action),
     )
   finally:
     environment.close()
+
+
+def _outside(
+  config: config_lib.ExperimentConfig, options: turn_factory.TurnOptions
+) -> Play:
+  """How agents outside play: up to what a trajectory holds."""
+  chat_format = options.chat_format or characters.CharacterFormat()
+  length = config.actor.trajectory_length + 1
+  most = config.transformer.max_turn_tokens or length
+  size = chat_format.tokeniser.vocabulary_size
+  return Play(
+    environment=specs.EnvironmentSpec(
+      observation=turns.observation_spec(length, size),
+      action=turns.action_spec(most, size),
+      reward=dm_specs.Array((), np.float32, name='reward'),
+      discount=dm_specs.BoundedArray((), np.float32, 0, 1, name='discount'),
+    ),
+    options=options,
+    stop_tokens=chat_format.stop_tokens,
+    chat_format=chat_format,
+    max_turn_tokens=most,
+    vocabulary_size=size,
+  )
 
 
 def _vocabulary(action: dm_specs.BoundedArray) -> int:
@@ -140,6 +172,33 @@ def make_acting(
     timeout_s=config.actor.environment_timeout_s,
     turn_options=play.options,
   )
+  return make_loop(
+    config,
+    play,
+    environment=environment,
+    engine=make_engine(config, play, model, num_slots=num),
+    actor_id=actor_id,
+    writer=writer,
+    variables=variables,
+    permits=permits,
+    keep_waiting=keep_waiting,
+  )
+
+
+def make_loop(
+  config: config_lib.ExperimentConfig,
+  play: Play,
+  *,
+  environment: core.VectorEnvironment,
+  engine: engine_lib.Engine,
+  actor_id: int,
+  writer: core.ItemWriter,
+  variables: core.VariableSource,
+  permits: core.PermitSource | None = None,
+  keep_waiting: Callable[[], bool] = lambda: True,
+  kind: type[turn_loop.TurnLoop] = turn_loop.TurnLoop,
+) -> agent_lib.Acting:
+  """The loop of `environment` and `engine`; see `make_acting`."""
   columns = play.columns()
   adder = token_adder.TokenAdder(
     writer=writer,
@@ -147,9 +206,9 @@ def make_acting(
     item_age_s=config.actor.item_age_s,
     keep_waiting=keep_waiting,
   )
-  loop = turn_loop.TurnLoop(
+  loop = kind(
     environment=environment,
-    engine=make_engine(config, play, model, num_slots=num),
+    engine=engine,
     adder=adder,
     variables=variables,
     variable_update_period_s=config.actor.variable_update_period_s,
@@ -157,7 +216,7 @@ def make_acting(
     config=turn_loop.TurnConfig(
       max_turn_tokens=play.max_turn_tokens,
       token_dtype=columns.action.dtype,
-      seed=seed,
+      seed=agent_lib.actor_seed(config, actor_id),
       actor_id=actor_id,
       group_size=config.transformer.group_size,
       advantage=config.transformer.advantage,
@@ -178,14 +237,25 @@ def make_engine(
 ) -> engine_lib.Engine:
   """The engine that plays `num_slots` episodes at once."""
   return engine_lib.Engine(
-    model,
-    num_slots=num_slots,
-    max_length=config.actor.trajectory_length + 1,
-    dtype=config.transformer.compute_dtype,
-    stop_tokens=play.stop_tokens,
-    temperature=config.transformer.temperature,
-    greedy=greedy,
+    **engine_settings(config, play, model, num_slots), greedy=greedy
   )
+
+
+def engine_settings(
+  config: config_lib.ExperimentConfig,
+  play: Play,
+  model: model_config.TransformerConfig,
+  num_slots: int,
+) -> dict[str, Any]:
+  """Arguments of an `Engine` that plays `num_slots` episodes at once."""
+  return {
+    'config': model,
+    'num_slots': num_slots,
+    'max_length': config.actor.trajectory_length + 1,
+    'dtype': config.transformer.compute_dtype,
+    'stop_tokens': play.stop_tokens,
+    'temperature': config.transformer.temperature,
+  }
 
 
 def make_evaluator(

@@ -13,6 +13,7 @@ from tunix_reverb.agents import agent as agent_lib
 from tunix_reverb.agents import config as config_lib
 from tunix_reverb.agents.transformer import acting
 from tunix_reverb.agents.transformer import pretrained
+from tunix_reverb.agents.transformer import serving
 from tunix_reverb.learner import objectives
 from tunix_reverb.models import checkpoint as checkpoint_lib
 from tunix_reverb.networks.transformer import config as model_config
@@ -47,6 +48,12 @@ class TransformerAgent(agent_lib.Agent):
     self, config: config_lib.ExperimentConfig, **kwargs: Any
   ) -> agent_lib.Acting:
     return acting.make_acting(config, self.play, self.model, **kwargs)
+
+  def make_serving(
+    self, config: config_lib.ExperimentConfig, **kwargs: Any
+  ) -> agent_lib.Acting:
+    """What an endpoint runs; see `make_acting`."""
+    return serving.make_serving(config, self.play, self.model, **kwargs)
 
   def make_evaluator(
     self, config: config_lib.ExperimentConfig

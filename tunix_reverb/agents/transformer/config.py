@@ -11,6 +11,8 @@ from tunix_reverb.networks.transformer import presets
 # `token_loss.RATIOS` and `policy_loss.KINDS`, which need JAX.
 ADVANTAGES = ('none', 'grpo', 'rloo')
 IMPORTANCE_RATIOS = ('token', 'turn', 'turn_geometric')
+# The environment of a run that is played through its endpoints.
+OUTSIDE = 'outside'
 LOSSES = ('vtrace', 'tis', 'ppo', 'uncorrected')
 
 
@@ -91,6 +93,14 @@ class TransformerConfig:
     'How the rewards of a group say what each of its episodes is worth: grpo, '
     'rloo, or none, where the learned values say it.',
     ADVANTAGES,
+  )
+  endpoint_host: str = fields.field(
+    '127.0.0.1',
+    'Address on which launch.endpoint listens, as plain text and for anybody '
+    'who reaches it.',
+  )
+  endpoint_port: int = fields.field(
+    8080, 'Port of the endpoint with --actor_id=0; the others follow.'
   )
   evaluate_sampled: bool = fields.field(
     False,
