@@ -77,9 +77,7 @@ def main(num_learner_steps: int = 200) -> float:
     }
   )
   network = policy_network.make_policy_network(_SPEC)
-  agent = vtrace_agent.VTraceAgent(
-    _SPEC, network, specs.trajectories_spec(_SPEC)
-  )
+  agent = vtrace_agent.VTraceAgent(network, specs.trajectories_spec(_SPEC))
   parts = builder.make_learner_parts(config, agent)
   packer = packer_lib.Packer(
     buckets=parts.buckets, columns=agent.columns, window=1.0

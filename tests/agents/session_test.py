@@ -83,7 +83,7 @@ class _Run:
     spec = test_utils.SPEC
     self.session = session_lib.LearnerSession(
       flat.from_flat(_FLAGS | {'max_learner_steps': max_learner_steps}),
-      vtrace_agent.VTraceAgent(spec, _network(), specs.trajectories_spec(spec)),
+      vtrace_agent.VTraceAgent(_network(), specs.trajectories_spec(spec)),
       parts,
       sampler=self.sampler,
       publisher=self.publisher,
@@ -115,7 +115,7 @@ def compiled():
   spec = test_utils.SPEC
   return builder.make_learner_parts(
     flat.from_flat(_FLAGS),
-    vtrace_agent.VTraceAgent(spec, _network(), specs.trajectories_spec(spec)),
+    vtrace_agent.VTraceAgent(_network(), specs.trajectories_spec(spec)),
   )
 
 
