@@ -2,6 +2,9 @@
 
   --environment=gym:CartPole-v1 --num_steps=1000
 
+A task of turns that has a scripted policy is played by it, too: what the random
+and the scripted policy earn are the bounds of what can be learnt.
+
 Exit status: 0 if the environment keeps its contract, 1 with a line for each
 violation, 2 for a mistake in the flags.
 """
@@ -24,7 +27,13 @@ _ENVIRONMENT = absl_flags.DEFINE_string(
   'environment',
   'catch',
   'catch, bsuite:<id>, gym:<id>, atari:<game>, dm_control:<domain>/<task>, '
-  'envpool:<id>, tool:<task>, or module:factory.',
+  'envpool:<id>, tool:<task>, reasoning_gym:<dataset>, or module:factory.',
+)
+_MODEL = absl_flags.DEFINE_string(
+  'model',
+  '',
+  'Pretrained model, a directory or .gguf file, whose tokeniser and chat '
+  'template an environment of turns is played in; characters if empty.',
 )
 _NUM_STEPS = absl_flags.DEFINE_integer(
   'num_steps', 1000, 'Random actions to take.', lower_bound=1
@@ -38,12 +47,20 @@ def _run() -> int:
   """Checks and prints; returns the exit status."""
   # Imported here, so that --help and a bad flag answer at once.
   from tunix_reverb import specs
+  from tunix_reverb.environments import bounds
   from tunix_reverb.environments import canonical
   from tunix_reverb.environments import check
   from tunix_reverb.environments import factory
+  from tunix_reverb.environments import turn_factory
+  from tunix_reverb.text import huggingface
 
-  name = _ENVIRONMENT.value
-  environment = factory.load(name, seed=_SEED.value)
+  name, model = _ENVIRONMENT.value, _MODEL.value
+  chat_format = huggingface.open_format(model) if model else None
+  environment = factory.load(
+    name,
+    seed=_SEED.value,
+    turn_options=turn_factory.TurnOptions(chat_format=chat_format),
+  )
   try:
     environment_spec = specs.make_environment_spec(
       canonical.canonicalise(environment)
@@ -51,12 +68,15 @@ def _run() -> int:
     report = check.check(
       environment, num_steps=_NUM_STEPS.value, seed=_SEED.value
     )
+    scripted = bounds.describe_oracle(environment, report)
   finally:
     environment.close()
   print(f'environment {name}')
   for field, spec in zip(environment_spec._fields, environment_spec):
     print(f'  {field:12} {spec}')
   _print('random policy', check.describe(report))
+  if scripted:
+    _print('scripted policy', scripted)
   _print('stored in replay', check.describe_columns(environment_spec))
   if report.violations:
     _print(f'{len(report.violations)} violations', report.violations)

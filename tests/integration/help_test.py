@@ -15,7 +15,7 @@ _ROLE = {'config', 'run_dir', 'replay_servers', 'supervised'}
 # A flag that is added, renamed or removed is a change that users see.
 _OWN_FLAGS = {
   'actor': _ROLE | {'actor_id'},
-  'check_environment': {'environment', 'num_steps', 'seed'},
+  'check_environment': {'environment', 'model', 'num_steps', 'seed'},
   'endpoint': _ROLE | {'actor_id'},
   'evaluator': _ROLE | {'checkpoint'},
   'export_model': {'config', 'run_dir', 'checkpoint', 'output', 'dtype'},

@@ -253,9 +253,13 @@ def describe_columns(environment_spec: specs_lib.EnvironmentSpec) -> list[str]:
   """Lines about what an item stores, with bytes per transition.
 
   Args:
-    environment_spec: of the canonical environment.
+    environment_spec: of the canonical environment. In one of turns, each token
+      is a transition.
   """
-  columns = specs_lib.trajectories_spec(environment_spec)
+  has_turns = turns.is_turn(environment_spec.action)
+  if has_turns:
+    environment_spec = turns.stored_spec(environment_spec)
+  columns = specs_lib.trajectories_spec(environment_spec, has_turns=has_turns)
   per_transition = set(types.Trajectories._fields) - {
     'core_state',
     'lengths',

@@ -14,6 +14,8 @@ from typing import Any
 from dm_env import specs
 import numpy as np
 
+from tunix_reverb import specs as specs_lib
+
 PADDING = -1
 OBSERVATION_NAME = 'observation_tokens'
 ACTION_NAME = 'turn_tokens'
@@ -47,6 +49,28 @@ def is_turn(spec: Any) -> bool:
     and len(spec.shape) == 1
     and spec.dtype == np.int32
   )
+
+
+def stored_spec(
+  environment_spec: specs_lib.EnvironmentSpec,
+) -> specs_lib.EnvironmentSpec:
+  """As replay holds its episodes: one token after the other.
+
+  Args:
+    environment_spec: of a turn environment.
+
+  Returns:
+    Specs whose observation is a token, and whose action is the next one.
+  """
+  token = specs.DiscreteArray(vocabulary_size(environment_spec.action))
+  return environment_spec._replace(
+    observation=specs_lib.stored_action_spec(token), action=token
+  )
+
+
+def vocabulary_size(action_spec: specs.BoundedArray) -> int:
+  """Of a turn environment."""
+  return int(np.max(action_spec.maximum)) + 1
 
 
 def pack(tokens: Sequence[int], length: int) -> np.ndarray:

@@ -220,7 +220,7 @@ def test_programs_may_be_tried_before_the_answer(box):
 def test_code_is_by_name_and_for_chat_models():
   environment = factory.make('tool:code/3', seed=0, turn_options=_CHAT)
   environment.close()
-  with pytest.raises(errors.UserError, match='must be played by a model with'):
+  with pytest.raises(errors.UserError, match='must be played by a pretrained'):
     factory.make('tool:code', seed=0)
   with pytest.raises(errors.UserError, match='must be a number >= 1'):
     factory.make('tool:code/0', seed=0, turn_options=_CHAT)
@@ -230,7 +230,8 @@ def test_code_is_by_name_and_for_chat_models():
 def test_latency_is_as_long_as_it_says(kind):
   environment = factory.make(f'tool:latency/0.01/4/{kind}', seed=0)
   start = time.monotonic()
-  assert _play(environment, environment.oracle) == 1.0
+  policy = environment.action_spec().generate_value
+  assert _play(environment, policy) == 1.0
   elapsed_s = time.monotonic() - start
   waits = [call.arguments['delay_s'] for call in environment.transcript.calls]
   assert len(waits) == 4

@@ -301,6 +301,24 @@ def test_instances_depend_on_seed_and_number_alone():
   assert [_text(other, other.reset()) for _ in range(10)] != prompts
 
 
+def test_a_prompt_that_nobody_answered_is_the_next_environments():
+  episodes = episodes_lib.Episodes()
+  late = _make(episodes=episodes.hold())
+  late.reset()  # Too late: it was given up.
+  environment = _make(episodes=episodes.hold())
+  environment.reset()
+  assert environment.transcript.episode == 0
+  environment.reset()
+  assert environment.transcript.episode == 1
+  _say(environment, '11!')  # The first turn: it is played.
+  again = _make(episodes=episodes.hold())
+  again.reset()
+  assert again.transcript.episode == 2
+  _say(late, '11!')  # Counts for nobody.
+  again.reset()
+  assert again.transcript.episode == 3
+
+
 def test_a_tasks_exception_fails_the_environment_and_is_recorded():
   seen = []
 
@@ -330,7 +348,7 @@ def test_a_reward_that_is_no_number_fails_the_environment():
 
 
 def test_a_task_for_chat_models_refuses_characters():
-  with pytest.raises(errors.UserError, match='must be played by a model with'):
+  with pytest.raises(errors.UserError, match='must be played by a pretrained'):
     tool_environment.make(
       task.FunctionTask(_instance), chat_format=_FORMAT, seed=0
     )

@@ -6,7 +6,8 @@
   latency/0.5/10/exponential     of 0.5 s on average
   latency/0.5/10/lognormal       the same, with a heavy tail (sigma = 1)
 
-Whatever the policy says is answered after that time; the last turn earns 1.
+Whatever the policy says is answered after that time; every episode earns 1, so
+there is nothing to learn.
 The times are a function of the task's seed and the episode's number.
 """
 
@@ -60,7 +61,6 @@ class LatencyTask(task.Task):
       messages=[{'role': 'user', 'content': '0'}],
       score=lambda episode: 1.0,
       next_messages=next_messages,
-      oracle=lambda episode: '1',
     )
 
   def _draw(self, generator: np.random.Generator) -> np.ndarray:

@@ -1,9 +1,9 @@
 """Numbers for the episodes of one environment, over its replacements.
 
 Environments of a group play the same instances as long as their numbers agree.
-So a number is used up when its episode starts, and only then: a reset that
-raises is tried again by the next environment, an episode that fails is not,
-and an environment that was given up and wakes up late takes none.
+So a number is used up by the first turn of its episode: then its prompt has
+been read. A reset that raises, or comes too late for anybody to read its
+prompt, is made again by the next environment; an episode that fails is not.
 """
 
 from __future__ import annotations

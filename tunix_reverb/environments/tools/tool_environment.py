@@ -90,6 +90,8 @@ class ToolEnvironment(dm_env.Environment):
 
   def reset(self) -> dm_env.TimeStep:
     start = self._episodes.peek()
+    if self._transcript is not None:
+      start = max(start, self._transcript.episode + 1)
     for episode in range(start, start + _MAX_SKIPPED):
       generator = np.random.default_rng((self._seed, episode))
       instance = self._task.start(generator)
@@ -103,7 +105,6 @@ class ToolEnvironment(dm_env.Environment):
         f'hold the prompts of the task: {_MAX_SKIPPED} in a row did not fit, '
         f'the last one of {len(prompt)} tokens; make it larger'
       )
-    self._episodes.use(episode)
     self._instance = instance
     self._transcript = transcript_lib.Transcript(
       seed=self._seed, episode=episode, messages=messages, prompt=prompt
@@ -124,6 +125,8 @@ class ToolEnvironment(dm_env.Environment):
   def step_raw(self, action: Any) -> tuple:
     """As `step`, of a running episode (see `canonical`)."""
     episode = self._transcript
+    if not episode.turns:
+      self._episodes.use(episode.episode)
     try:
       timestep = self._answer(turns.unpack(action))
     except BaseException as e:
@@ -291,9 +294,9 @@ def make(
     limits = task.character_limits if is_plain else task.limits
   if limits is None:
     raise errors.UserError(
-      f'task ({type(task).__name__}) must be played by a model with a '
-      'tokeniser of its own: its text does not fit the sixteen tokens of '
-      'models from scratch'
+      f'task ({type(task).__name__}) must be played by a pretrained model, '
+      'which --model names: its text does not fit the sixteen tokens of models '
+      'from scratch'
     )
   return ToolEnvironment(task, chat_format=chat_format, limits=limits, **kwargs)
 
