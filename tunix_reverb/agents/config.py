@@ -256,8 +256,9 @@ class ExperimentConfig:
   environment: str = fields.field(
     'catch',
     'catch, bsuite:<id>, gym:<id>, atari:<game>, '
-    'dm_control:<domain>/<task>, envpool:<id>, tool:<task>, or '
-    'module:factory.',
+    'dm_control:<domain>/<task>, envpool:<id>, tool:<task>, '
+    'reasoning_gym:<dataset>, outside (agents that speak to launch.endpoint), '
+    'or module:factory.',
   )
   seed: int = fields.field(0, 'Seed of everything random, int.')
   watchdog_s: float = fields.field(
