@@ -21,7 +21,7 @@ torso hidden_sizes core core_size
 model compute_dtype remat importance_ratio
 loss tis_cap ppo_clip_low ppo_clip_high ppo_dual_clip ppo_behaviour_cap
 temperature max_turns max_turn_tokens group_size advantage
-endpoint_host endpoint_port evaluate_sampled
+policy_url endpoint_host endpoint_port evaluate_sampled
 num_actors environments_per_actor environment_mode environment_timeout_s
 trajectory_length item_bytes item_age_s variable_update_period_s
 replay_client replay_mode sampler priority_exponent max_table_items

@@ -129,6 +129,9 @@ class Engine:
       self._sizes,
     )
 
+  def close(self) -> None:
+    """Nothing is held beyond this process's memory."""
+
   @property
   def has_work(self) -> bool:
     """Whether a step would do anything."""

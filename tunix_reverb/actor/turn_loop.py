@@ -146,6 +146,7 @@ class TurnLoop(loop_lib.ActorLoop):
     """Gives back the permits whose trajectories have not ended; idempotent."""
     held = [g.permit_id for g in self._groups if g.permit_id]
     self._line.close(held)
+    self._engine.close()
 
   def step(self, timeout_s: float) -> bool:
     """Hears the environments that are ready, writes a token of every turn.

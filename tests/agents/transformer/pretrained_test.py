@@ -89,3 +89,10 @@ def test_an_exported_model_is_a_model(path, tmp_path):
 def test_a_model_that_is_not_there_is_refused(name, words):
   with pytest.raises(errors.UserError, match=words):
     builder.make_agent(_config(name))
+
+
+def test_somebody_elses_server_must_be_there_to_play(path):
+  config = _config(path, policy_url='http://127.0.0.1:9/v1')
+  agent = builder.make_agent(config)
+  with pytest.raises(errors.UserError, match=r'policy_url .*127\.0\.0\.1:9'):
+    agent.make_acting(config, actor_id=0, writer=None, variables=None)

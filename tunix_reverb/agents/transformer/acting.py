@@ -16,6 +16,7 @@ from tunix_reverb import types
 from tunix_reverb.actor import engine as engine_lib
 from tunix_reverb.actor import evaluation
 from tunix_reverb.actor import permit_line
+from tunix_reverb.actor import remote_engine
 from tunix_reverb.actor import turn_evaluation
 from tunix_reverb.actor import turn_loop
 from tunix_reverb.agents import agent as agent_lib
@@ -176,7 +177,7 @@ def make_acting(
     config,
     play,
     environment=environment,
-    engine=make_engine(config, play, model, num_slots=num),
+    engine=_make_actor_engine(config, play, model, num),
     actor_id=actor_id,
     writer=writer,
     variables=variables,
@@ -225,6 +226,26 @@ def make_loop(
     ),
   )
   return agent_lib.Acting(loop, adder, environment)
+
+
+def _make_actor_engine(
+  config: config_lib.ExperimentConfig,
+  play: Play,
+  model: model_config.TransformerConfig,
+  num_slots: int,
+) -> Any:
+  """This process's engine, or one that is somebody else's server."""
+  url = config.transformer.policy_url
+  if not url:
+    return make_engine(config, play, model, num_slots=num_slots)
+  return remote_engine.RemoteEngine(
+    url,
+    num_slots=num_slots,
+    max_length=config.actor.trajectory_length + 1,
+    stop_tokens=play.stop_tokens,
+    temperature=config.transformer.temperature,
+    timeout_s=config.replay.permit_lease_s,
+  )
 
 
 def make_engine(

@@ -94,6 +94,12 @@ class TransformerConfig:
     'rloo, or none, where the learned values say it.',
     ADVANTAGES,
   )
+  policy_url: str = fields.field(
+    '',
+    'Base URL, with its /v1, of an OpenAI-compatible server that plays in '
+    "place of the actors' own engine and tells token ids and their "
+    'log-probabilities, such as vLLM with the same vocabulary.',
+  )
   endpoint_host: str = fields.field(
     '127.0.0.1',
     'Address on which launch.endpoint listens, as plain text and for anybody '
