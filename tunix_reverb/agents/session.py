@@ -22,7 +22,10 @@ from tunix_reverb.telemetry import logger as logger_lib
 from tunix_reverb.telemetry import milestones as milestones_lib
 from tunix_reverb.telemetry import watchdog as watchdog_lib
 
-_CHECKPOINT_DEADLINE_S = 6.0
+# Of the last checkpoint of a learner that was told to stop, which has 10 s.
+_STOPPED_DEADLINE_S = 6.0
+# And of one that has come to its end: large models take their time.
+_COMPLETE_DEADLINE_S = 600.0
 _PUBLISH_DEADLINE_S = 30.0
 _LAST_PUBLISH_DEADLINE_S = 5.0
 # What each of several learner processes reports of itself.
@@ -80,6 +83,7 @@ class LearnerSession:
     self._publisher = publisher
     self._group = group or group_lib.Group()
     self._served_version = served_version
+    self._is_stopped = False
     self._logger = logger
     self._watchdog = watchdog
     self._milestones = milestones
@@ -183,6 +187,7 @@ class LearnerSession:
 
   def stop(self) -> None:
     """Makes `run` return soon; safe from any thread."""
+    self._is_stopped = True
     self.learner.stop()
 
   def close(self) -> str:
@@ -204,7 +209,13 @@ class LearnerSession:
       },
       self.learner.learner_step,
     )
-    return '' if self._checkpoints is None else self._checkpoints.close()
+    if self._checkpoints is None:
+      return ''
+    deadline_s = _COMPLETE_DEADLINE_S
+    if self._is_stopped or not self.is_complete:
+      deadline_s = _STOPPED_DEADLINE_S
+    with self._watchdog.waiting('learner waits for its last checkpoint'):
+      return self._checkpoints.close(deadline_s)
 
   def _restore(self) -> None:
     if self._checkpoints is not None and self._checkpoints.restore():
@@ -298,13 +309,16 @@ class _Checkpoints:
       print(f'warning: {error}', flush=True)
     return True
 
-  def close(self) -> str:
+  def close(self, timeout_s: float) -> str:
     """Saves what the last checkpoint lacks; waits until it is on disk.
+
+    Args:
+      timeout_s: for as long as this.
 
     Returns:
       Why it could not be saved; '' if it was.
     """
-    until_s = time.monotonic() + _CHECKPOINT_DEADLINE_S
+    until_s = time.monotonic() + timeout_s
     error = self._wait(until_s)
     if error or self._learner.learner_step != self._step:
       error = self._save() or self._wait(until_s)
