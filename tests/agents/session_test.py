@@ -201,3 +201,19 @@ def test_a_last_checkpoint_that_cannot_be_written_is_told(parts, tmp_path):
   assert 'could not be written' in error
   assert str(tmp_path / 'checkpoints') in error
   assert np.isfinite(run.logger.rows[-2]['loss'])
+
+
+def test_only_a_learner_that_was_stopped_hurries_its_last_checkpoint(
+  parts, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(session_lib, '_STOPPED_DEADLINE_S', 0.0)
+  assert _Run(parts(), tmp_path / 'a', max_learner_steps=2).run() == ''
+  run = _Run(parts(), tmp_path / 'b', max_learner_steps=2)
+  try:
+    run.session.run()
+    run.session.stop()
+    assert 'waited 0 s' in run.session.close()
+    monkeypatch.undo()
+    assert run.session.close() == ''
+  finally:
+    run.publisher.close(5.0)
