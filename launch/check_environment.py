@@ -52,15 +52,16 @@ def _run() -> int:
   from tunix_reverb.environments import check
   from tunix_reverb.environments import factory
   from tunix_reverb.environments import turn_factory
+  from tunix_reverb.environments.tools import statistics
   from tunix_reverb.text import huggingface
 
   name, model = _ENVIRONMENT.value, _MODEL.value
   chat_format = huggingface.open_format(model) if model else None
-  environment = factory.load(
-    name,
-    seed=_SEED.value,
-    turn_options=turn_factory.TurnOptions(chat_format=chat_format),
+  tools = statistics.ToolStatistics()
+  options = turn_factory.TurnOptions(
+    chat_format=chat_format, on_episode=tools.add
   )
+  environment = factory.load(name, seed=_SEED.value, turn_options=options)
   try:
     environment_spec = specs.make_environment_spec(
       canonical.canonicalise(environment)
@@ -68,7 +69,7 @@ def _run() -> int:
     report = check.check(
       environment, num_steps=_NUM_STEPS.value, seed=_SEED.value
     )
-    scripted = bounds.describe_oracle(environment, report)
+    scripted = bounds.describe(environment, report, tools)
   finally:
     environment.close()
   print(f'environment {name}')
@@ -76,7 +77,7 @@ def _run() -> int:
     print(f'  {field:12} {spec}')
   _print('random policy', check.describe(report))
   if scripted:
-    _print('scripted policy', scripted)
+    _print('turns', scripted)
   _print('stored in replay', check.describe_columns(environment_spec))
   if report.violations:
     _print(f'{len(report.violations)} violations', report.violations)

@@ -12,6 +12,8 @@ import dm_env
 import numpy as np
 
 from tunix_reverb.environments import check
+from tunix_reverb.environments.tools import statistics as statistics_lib
+from tunix_reverb.environments.tools import taxonomy
 from tunix_reverb.environments.tools import tool_environment
 from tunix_reverb.environments.tools import transcript as transcript_lib
 
@@ -52,21 +54,44 @@ def play_oracle(
   return Oracle(returns, environment.transcript)
 
 
-def describe_oracle(
-  environment: dm_env.Environment, report: check.Report
+def describe(
+  environment: dm_env.Environment,
+  report: check.Report,
+  statistics: statistics_lib.ToolStatistics,
 ) -> list[str]:
-  """Lines about what the scripted policy earns, and how; none without turns.
+  """Lines about the tools and the scripted policy; none without turns.
 
   Args:
     environment: to play.
     report: of the random policy. That it earns as much as the scripted one is
       added to its violations.
+    statistics: of the environment.
   """
   if not isinstance(environment, tool_environment.ToolEnvironment):
     return []
   oracle = play_oracle(environment, num_episodes=_NUM_EPISODES)
+  lines = _describe_calls(statistics.metrics())
   if oracle is None:
-    return ['the task has no scripted policy: its upper bound is not known']
+    return [
+      *lines,
+      'the task has no scripted policy: its upper bound is not known',
+    ]
+  return lines + _describe_oracle(oracle, report)
+
+
+def _describe_calls(metrics: dict[str, float]) -> list[str]:
+  wrong = {kind: metrics[f'{kind}_errors_total'] for kind in taxonomy.KINDS}
+  errors = ', '.join(f'{n} {kind}' for kind, n in wrong.items() if n) or 'none'
+  lines = [f'{metrics["tool_calls_total"]} calls of tools; errors: {errors}']
+  if 'tool_call_s_p50' in metrics:
+    lines.append(
+      f'a call took {1000 * metrics["tool_call_s_p50"]:.3g} ms in the median, '
+      f'{1000 * metrics["tool_call_s_p99"]:.3g} ms at the 99th percentile'
+    )
+  return lines
+
+
+def _describe_oracle(oracle: Oracle, report: check.Report) -> list[str]:
   mean = float(np.mean(oracle.returns))
   lines = [
     f'return of the scripted policy: mean {mean:.3f}, min '

@@ -36,7 +36,8 @@ def test_text_without_calls_is_content():
     ('{"name": 3}', 'must be an object with a "name"'),
     ('{"name": "add", "arguments": [1]}', 'arguments of add must be an object'),
     ('{"name": "add", "arguments": {"a": NaN}}', 'NaN is no JSON number'),
-    ('[' * 100_000, 'must be JSON: '),
+    ('[' * 100_000, 'must be JSON of at most 50 levels'),
+    ('[' * 51 + ']' * 51, 'must be JSON of at most 50 levels'),
     ('{"name": "add", "arguments": {"a": ' + '1' * 9999 + '}}', 'must be JSON'),
   ],
 )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import time
 
 import pytest
 
@@ -184,3 +185,17 @@ def test_long_results_are_cut():
 
   record = _run(flood, max_result_characters=10)
   assert record.result == 'x' * 10 + '\n[40 more characters cut]'
+
+
+def test_nothing_begins_that_is_too_late():
+  @tool.tool
+  def now() -> str:
+    """Says."""
+    return 'now'
+
+  call = calls.Call('now', {})
+  record = runner.run(call, [now], latest=time.monotonic() - 1.0)
+  assert (record.error, record.num_attempts) == ('timeout', 0)
+  assert record.result == 'error: no time is left in this turn'
+  latest = time.monotonic() + 60.0
+  assert runner.run(call, [now], latest=latest).result == 'now'

@@ -204,6 +204,17 @@ def test_too_many_calls_in_one_turn_are_not_made():
   assert 'a turn may hold 8 calls, not 20' in text
 
 
+def test_calls_of_a_turn_have_a_common_deadline():
+  environment = _make(
+    chat_format=turn_fakes.Chat(), limits=task.Limits(calls_s=0)
+  )
+  environment.reset()
+  call = calls.render(calls.Call('double', {'number': 1}))
+  text = _text(environment, _say(environment, call * 2))
+  assert text.count('tool:error: no time is left in this turn') == 2
+  assert environment.transcript.errors() == {'timeout': 2}
+
+
 def test_too_many_turns_truncate_with_what_comes_next():
   environment = _make()
   environment.reset()

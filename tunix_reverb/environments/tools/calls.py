@@ -21,6 +21,8 @@ _JSON_CALL = re.compile(
 )
 _FENCE = re.compile(r'```[ \t]*(?:python|py)?[ \t]*\n(.*?)```', re.DOTALL)
 _MAX_QUOTED = 60
+# Of brackets; what walks the arguments later recurses.
+_MAX_DEPTH = 50
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,13 +79,17 @@ def parse(text: str, marker: str | None = None) -> Parsed:
 
 def _from_json(text: str) -> Call:
   """Reads what stands between the tags; raises ValueError for the policy."""
+  if _depth(text) > _MAX_DEPTH:
+    raise ValueError(
+      f'tool call ({_quote(text)}) must be JSON of at most {_MAX_DEPTH} levels'
+    )
   try:
     value = json.loads(text, parse_constant=_refuse_constant)
   except json.JSONDecodeError as e:
     raise ValueError(
       f'tool call ({_quote(text)}) must be JSON: {e.msg} at character {e.pos}'
     ) from e
-  except (ValueError, RecursionError) as e:
+  except ValueError as e:
     raise ValueError(f'tool call ({_quote(text)}) must be JSON: {e}') from e
   if not isinstance(value, dict) or not isinstance(value.get('name'), str):
     raise ValueError(
@@ -97,6 +103,15 @@ def _from_json(text: str) -> Call:
       f'{_quote(json.dumps(arguments))}'
     )
   return Call(value['name'], arguments)
+
+
+def _depth(text: str) -> int:
+  """Most brackets open at once; those in strings count, too."""
+  depth = deepest = 0
+  for bracket in re.findall(r'[\[\]{}]', text):
+    depth += 1 if bracket in '[{' else -1
+    deepest = max(deepest, depth)
+  return deepest
 
 
 def _refuse_constant(name: str) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence
 import json
+import math
 import queue
 import threading
 import time
@@ -19,13 +20,17 @@ _MAX_BACK_OFF_S = 30.0
 
 
 def run(
-  call: calls.Call, tools: Sequence[tool_lib.Tool]
+  call: calls.Call,
+  tools: Sequence[tool_lib.Tool],
+  *,
+  latest: float = math.inf,
 ) -> transcript.ToolCall:
   """Makes `call`; raises nothing but what ends a process.
 
   Args:
     call: what the policy wrote.
     tools: that it may call.
+    latest: `time.monotonic()` after which no attempt begins.
   """
   record = transcript.ToolCall(
     name=call.name or (tools[0].name if tools else ''),
@@ -36,7 +41,7 @@ def run(
   try:
     tool = _find(call.name, tools)
     arguments = tool.bind(call.arguments)
-    record.result = _attempts(tool, arguments, record)
+    record.result = _attempts(tool, arguments, record, latest)
   except taxonomy.ToolError as e:
     record.error, record.result = e.kind, f'error: {e}'
   record.duration_s = time.monotonic() - start
@@ -59,10 +64,13 @@ def _attempts(
   tool: tool_lib.Tool,
   arguments: Mapping[str, Any],
   record: transcript.ToolCall,
+  latest: float,
 ) -> str:
   """Calls until it works, fails for good or was tried often enough."""
   limits = tool.limits
   while True:
+    if time.monotonic() > latest:
+      raise taxonomy.ToolTimeoutError('no time is left in this turn')
     record.num_attempts += 1
     try:
       return _cut(_attempt(tool, arguments), limits)

@@ -41,18 +41,22 @@ class Limits:
       results of tools are shortened; longer prompts are passed over.
     max_tokens: of an episode. It is truncated when another whole turn would
       not fit.
+    calls_s: seconds of one turn after which no further call of it begins. With
+      the longest call it must stay below what an environment may take.
   """
 
   max_turns: int = 8
   max_turn_tokens: int = 256
   max_observation_tokens: int = 1024
   max_tokens: int = 4096
+  calls_s: float = 20.0
 
   def __post_init__(self) -> None:
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
-      if value < 1:
-        raise errors.UserError(f'{field.name} ({value}) must be >= 1')
+      least = 0 if field.name == 'calls_s' else 1
+      if not value >= least:
+        raise errors.UserError(f'{field.name} ({value}) must be >= {least}')
     if self.max_tokens <= self.max_turn_tokens:
       raise errors.UserError(
         f'max_tokens ({self.max_tokens}) must be > max_turn_tokens '

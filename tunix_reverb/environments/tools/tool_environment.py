@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import time
 from typing import Any
 
 import dm_env
@@ -182,8 +183,9 @@ class ToolEnvironment(dm_env.Environment):
   ) -> list[tokeniser_lib.Message]:
     """Calls the tools one after the other; returns what they answered."""
     messages = []
+    latest = time.monotonic() + self._limits.calls_s
     for call in calls:
-      record = runner.run(call, self._instance.tools)
+      record = runner.run(call, self._instance.tools, latest=latest)
       record.result = _valid(record.result)
       turn.calls.append(record)
       messages.append(_tool_message(record.name, record.result))
