@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from typing import Any
 
@@ -11,10 +12,22 @@ from tunix_reverb import errors
 def open_reader(path: pathlib.Path) -> Any:
   """A `gguf.GGUFReader` of the file, which it maps into memory.
 
+  Reading a large vocabulary takes seconds: the last reader is kept.
+
   Raises:
     errors.UserError: it is not a GGUF file.
     errors.MissingExtraError: the package gguf is absent.
   """
+  try:
+    status = path.stat()
+  except OSError as e:
+    raise errors.UserError(f'model ({path}) cannot be read: {e}') from e
+  return _open(path.absolute(), status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache(maxsize=1)
+def _open(path: pathlib.Path, *_: int) -> Any:
+  """The rest tells one file of that name from a later one."""
   try:
     import gguf
   except ImportError as e:
