@@ -129,6 +129,8 @@ class Batch(NamedTuple):
       from. They stay in the loss's denominator, so that the others do not weigh
       more. `()` if there are none.
     advantage: f32 [B, L], `()` where the learner estimates it.
+    is_current: bool [B, L], True on transitions whose trajectory was acted out
+      by the very params that learn from it. `()` if nobody says.
     proximal_log_prob: f32 [B, L], of the action before the first update on the
       batch. Only the update itself adds it, else it is `()`.
   """
@@ -146,6 +148,7 @@ class Batch(NamedTuple):
   turn_id: Any = ()
   is_rejected: Any = ()
   advantage: Any = ()
+  is_current: Any = ()
   proximal_log_prob: Any = ()
 
 

@@ -188,6 +188,8 @@ def test_the_learner_computes_the_log_probs_that_were_recorded(agent, parts):
   while not packed.is_ready:
     packed.add(feed._sampler.sample(0.0).trajectories)
   batch = packed.pop()
+  marked = batch.batch._replace(is_current=np.ones_like(batch.batch.is_current))
+  batch = dataclasses.replace(batch, batch=marked)
   state, first = parts.updates[batch.bucket](
     parts.state, feed._place(batch.batch)
   )
@@ -195,8 +197,11 @@ def test_the_learner_computes_the_log_probs_that_were_recorded(agent, parts):
     assert float(first[name]) == pytest.approx(1.0, abs=1e-5)
   assert float(first['behaviour_kl']) == pytest.approx(0.0, abs=1e-5)
   assert float(first['rho_clipped_fraction']) < 1.0
+  assert float(first['mismatch_log_prob']) < 1e-5
+  assert abs(float(first['mismatch_kl_k3'])) < 1e-5
   _, second = parts.updates[batch.bucket](state, feed._place(batch.batch))
   assert float(second['ess']) < 1.0 - 1e-4
+  assert float(second['mismatch_log_prob']) > 1e-3
   assert abs(float(second['behaviour_kl'])) > 1e-4
 
 

@@ -435,3 +435,25 @@ def test_permits_of_a_batch_that_is_dropped_come_back_too():
   learner = _learner([stale], policy_version=99, admission=admission)
   assert learner.step() is None
   assert admission.finished == [([5, 6], 0, False)]
+
+
+def test_what_the_newest_params_have_acted_is_marked():
+  """Only while they are the ones that were published."""
+  sink, capture = _Sink(), _Capture()
+  item = test_utils.trajectories((5, 7, 3), policy_version=[1, 0, 1])
+  publisher = publisher_lib.Publisher(sink)
+  learner = _learner(
+    [_pack(item) for _ in range(3)],
+    updates=capture.updates,
+    publisher=publisher,
+    limits=learner_lib.RunLimits(publish_period=100),
+  )
+  try:
+    assert learner.publish(wait_s=10.0)
+    for _ in range(3):
+      assert learner.step() is not None
+      learner.policy_version = 1
+  finally:
+    publisher.close(5.0)
+  marked = [int(batch.is_current.sum()) for batch in capture.batches]
+  assert marked == [5 + 3, 0, 0]

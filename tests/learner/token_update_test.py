@@ -117,6 +117,7 @@ def _batch(seed=0, **overrides):
       np.int32
     ),
     is_rejected=rng.random(shape) < 0.1,
+    is_current=rng.random(shape) < 0.5,
   )
   return batch._replace(**overrides)
 

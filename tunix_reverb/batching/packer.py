@@ -359,6 +359,7 @@ class _BatchBuilder:
       segment_positions=reshape(self._positions),
       core_state=self._core_state,
       is_rejected=np.zeros(shape, np.bool_),
+      is_current=np.zeros(shape, np.bool_),
       **{name: reshape(a) for name, a in self._transitions.items()},
     )
 

@@ -24,6 +24,7 @@ from tunix_reverb.learner import feed as feed_lib
 from tunix_reverb.learner import group as group_lib
 from tunix_reverb.learner import publisher as publisher_lib
 from tunix_reverb.learner import report as report_lib
+from tunix_reverb.learner import update as update_lib
 from tunix_reverb.sharding import processes
 from tunix_reverb.staleness import bound as bound_lib
 from tunix_reverb.telemetry import drops as drops_lib
@@ -99,6 +100,8 @@ class PackedLearner(core.Learner):
     self._on_report = on_report
     self._stopped = False
     self._next_report_s = 0.0
+    # The step after which the params were published, as `policy_version`.
+    self._published_step = -1
     self.policy_version = policy_version
     self.learner_step = int(state.learner_step)
     self.account = timing.TimeAccount('compute', 'waiting', 'publishing')
@@ -197,6 +200,7 @@ class PackedLearner(core.Learner):
       if not self._group.first('publish'):
         return False
       self.policy_version += 1
+      self._published_step = self.learner_step
       # A copy: the next update overwrites the donated buffers.
       with self._group.computing():
         params = processes.to_first(self._state.params)
@@ -236,8 +240,16 @@ class PackedLearner(core.Learner):
   def _screen(
     self, packed: types.PackedBatch, now_s: float
   ) -> types.PackedBatch | None:
-    """The last staleness check: marks what is too old as rejected."""
+    """The last look: marks what is too old, and what the params have acted.
+
+    Returns:
+      None if all of it is too old.
+    """
     segments = packed.segments
+    if self._published_step == self.learner_step:
+      packed = self._mark(
+        packed, 'is_current', segments.policy_version == self.policy_version
+      )
     causes = self._bound.causes(
       segments.policy_version,
       segments.created_at_s,
@@ -250,24 +262,34 @@ class PackedLearner(core.Learner):
     fresh = causes == bound_lib.FRESH
     if not fresh.any() and self._group.size == 1:
       return None  # Of several processes, another may have fresh ones.
+    packed = self._mark(packed, 'is_rejected', ~fresh)
+    return dataclasses.replace(packed, segments=_select(segments, fresh))
+
+  def _mark(
+    self, packed: types.PackedBatch, column: str, chosen: np.ndarray
+  ) -> types.PackedBatch:
+    """Makes a bool column True on the transitions of `chosen`, bool [N]."""
+    like = getattr(packed.batch, column)
+    if isinstance(like, tuple) or not chosen.any():
+      return packed
+    segments = packed.segments
     rows, length = packed.batch.segment_ids.shape
-    is_rejected = np.zeros((rows // self._group.size, length), np.bool_)
+    mark = np.zeros((rows // self._group.size, length), np.bool_)
     for row, start, length in zip(
-      segments.row[~fresh], segments.start[~fresh], segments.length[~fresh]
+      segments.row[chosen], segments.start[chosen], segments.length[chosen]
     ):
-      is_rejected[row, start : start + length] = True
-    return dataclasses.replace(
-      packed,
-      batch=packed.batch._replace(
-        is_rejected=processes.like(is_rejected, packed.batch.is_rejected)
-      ),
-      segments=_select(segments, fresh),
-    )
+      mark[row, start : start + length] = True
+    marked = {column: processes.like(mark, like)}
+    return dataclasses.replace(packed, batch=packed.batch._replace(**marked))
 
   def _report(self, metrics: Mapping[str, Any] | None) -> None:
     if metrics is None:
       return
     values = {name: float(value) for name, value in metrics.items()}
+    if not values.get('mismatch_transitions'):
+      # Nothing was measured: 0 would say that all is well.
+      for name in update_lib.MISMATCH_NAMES:
+        values.pop(name, None)
     if self._on_report is not None:
       self._on_report(
         {

@@ -218,6 +218,7 @@ def token_objective(
       turn_ids=_present(batch.turn_id),
       advantages=_present(batch.advantage),
       proximal_log_probs=_present(batch.proximal_log_prob),
+      is_current=_present(batch.is_current),
     )
     return _share(sums, (mesh_lib.TENSOR,))
 

@@ -20,6 +20,9 @@ from tunix_reverb.sharding import gradients
 from tunix_reverb.sharding import mesh as mesh_lib
 from tunix_reverb.sharding import shards
 
+# Of tokens that the params have sampled themselves, before any update on the
+# batch; 0 without such tokens.
+MISMATCH_NAMES = ('mismatch_log_prob', 'mismatch_kl_k3', 'mismatch_transitions')
 METRIC_NAMES = (
   'loss',
   'pg_loss',
@@ -38,6 +41,7 @@ METRIC_NAMES = (
   'ppo_clipped_low_fraction',
   'ppo_clipped_dual_fraction',
   'value_mean',
+  *MISMATCH_NAMES,
   'learning_rate',
   'non_finite_updates',
 )
@@ -179,7 +183,10 @@ def make_update(
       )
     new_state, metrics = jax.lax.scan(update_once, state, batches)
     skipped = metrics['non_finite_updates'][-1]
-    metrics = {name: jnp.mean(x) for name, x in metrics.items()}
+    metrics = {
+      name: x[0] if name in MISMATCH_NAMES else jnp.mean(x)
+      for name, x in metrics.items()
+    }
     new_state = new_state._replace(learner_step=state.learner_step + 1)
     return new_state, metrics | {'non_finite_updates': skipped}
 
@@ -336,6 +343,7 @@ def _state_specs(
 def _metrics(loss: jax.Array, sums: Sums) -> dict[str, jax.Array]:
   accepted = sums.accepted
   count = jnp.maximum(accepted.num_transitions, 1.0)
+  current = jnp.maximum(accepted.num_current, 1.0)
   return {
     'loss': loss,
     'pg_loss': accepted.pg_loss / sums.count,
@@ -353,4 +361,7 @@ def _metrics(loss: jax.Array, sums: Sums) -> dict[str, jax.Array]:
     'ppo_clipped_low_fraction': accepted.clipped_low / count,
     'ppo_clipped_dual_fraction': accepted.clipped_dual / count,
     'value_mean': accepted.value / count,
+    'mismatch_log_prob': accepted.mismatch / current,
+    'mismatch_kl_k3': accepted.mismatch_k3 / current,
+    'mismatch_transitions': accepted.num_current,
   }

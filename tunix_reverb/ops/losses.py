@@ -44,6 +44,10 @@ class LossSums(NamedTuple):
     clipped_high: number of actions that PPO's clip stops from above.
     clipped_low: those that it stops from below.
     clipped_dual: those that its dual clip stops.
+    num_current: transitions acted out by the very params that are learnt; of
+      these the next two.
+    mismatch: distance of the logarithm of the ratio, which should be 1, to 0.
+    mismatch_k3: as `k3`.
   """
 
   pg_loss: jax.Array
@@ -61,6 +65,9 @@ class LossSums(NamedTuple):
   clipped_high: jax.Array
   clipped_low: jax.Array
   clipped_dual: jax.Array
+  num_current: jax.Array
+  mismatch: jax.Array
+  mismatch_k3: jax.Array
 
 
 def shape_rewards(
@@ -165,6 +172,7 @@ def masked_sums(
   vs: jax.Array | None,
   log_rhos: jax.Array,
   c_bar: float,
+  current_log_rhos: jax.Array | None = None,
 ) -> LossSums:
   """Sums over the positions where `mask` is True; all [..., L].
 
@@ -176,6 +184,8 @@ def masked_sums(
     vs: f32, what the values are to be; None trains no values.
     log_rhos: f32, of the statistics.
     c_bar: of the statistics.
+    current_log_rhos: f32, of each action by itself, NaN where other params have
+      acted; None if they have everywhere.
   """
   # `where`, not a product: what lies under the mask may be NaN.
   masked_sum = lambda x: jnp.sum(jnp.where(mask, x, jnp.zeros_like(x)))
@@ -201,4 +211,21 @@ def masked_sums(
     clipped_high=count(terms.is_clipped_high),
     clipped_low=count(terms.is_clipped_low),
     clipped_dual=count(terms.is_clipped_dual),
+    **_mismatch(current_log_rhos, mask),
   )
+
+
+def _mismatch(
+  log_rhos: jax.Array | None, mask: jax.Array
+) -> dict[str, jax.Array]:
+  """Sums over the positions where `log_rhos` is a number; see `LossSums`."""
+  if log_rhos is None:
+    zero = jnp.zeros((), jnp.float32)
+    return {'num_current': zero, 'mismatch': zero, 'mismatch_k3': zero}
+  mask = mask & ~jnp.isnan(log_rhos)
+  log_rhos = jnp.where(mask, log_rhos, 0.0)
+  return {
+    'num_current': jnp.sum(mask.astype(jnp.float32)),
+    'mismatch': jnp.sum(jnp.abs(log_rhos)),
+    'mismatch_k3': jnp.sum(vtrace.ratios(log_rhos) - 1.0 - log_rhos),
+  }

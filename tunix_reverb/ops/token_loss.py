@@ -85,6 +85,7 @@ class TokenLoss:
     turn_ids: jax.Array | None = None,
     advantages: jax.Array | None = None,
     proximal_log_probs: jax.Array | None = None,
+    is_current: jax.Array | None = None,
   ) -> losses.LossSums:
     """Over the policy's tokens; per turn, too, statistics count tokens.
 
@@ -101,6 +102,8 @@ class TokenLoss:
       advantages: f32 [..., L]; None for those of V-trace.
       proximal_log_probs: f32 [..., L], of the policy that PPO stays close to;
         None for the target policy as it is.
+      is_current: bool [..., L], where the target policy itself has acted; None
+        if nobody says.
 
     Raises:
       ValueError: the ratio is per turn, and `turn_ids` are missing.
@@ -145,6 +148,13 @@ class TokenLoss:
       vs=vs,
       log_rhos=log_rhos,
       c_bar=self.c_bar,
+      current_log_rhos=None
+      if is_current is None
+      else jnp.where(
+        is_current,
+        jax.lax.stop_gradient(log_probs) - behaviour_log_probs,
+        jnp.nan,
+      ),
     )
 
   def _targets(

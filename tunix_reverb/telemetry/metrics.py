@@ -194,6 +194,22 @@ def _optimisation() -> dict[str, Metric]:
       "Tokens that PPO's dual clip kept from becoming less likely.",
     ),
     value_mean=('1', 'Mean value estimate.'),
+    mismatch_log_prob=(
+      'nats',
+      'Mean distance of the log-probability that the learner computes of a '
+      'token from what the actor recorded, of tokens that the same params have '
+      'sampled: rounding. Above 0.01 something else differs. Absent without '
+      'such tokens.',
+    ),
+    mismatch_kl_k3=(
+      'nats',
+      'The same as an estimate of the KL divergence, as behaviour_kl_k3; above '
+      '0.001 look into it.',
+    ),
+    mismatch_transitions=(
+      'transitions',
+      'Tokens of the last update that these two are of.',
+    ),
     learning_rate=('1', 'Learning rate of the last update.'),
     non_finite_updates=(
       'updates',
