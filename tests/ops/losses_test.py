@@ -153,7 +153,7 @@ def test_masked_garbage_changes_nothing():
 
 def test_padding_contributes_nothing():
   row = _row(segment_ids=np.zeros(12, np.int32))
-  np.testing.assert_array_equal(_sums(row), np.zeros(15))
+  assert not np.any(_sums(row))
 
 
 def test_rewards_are_clipped_then_scaled():
