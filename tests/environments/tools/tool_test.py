@@ -98,6 +98,20 @@ def test_a_tool_without_parameters_takes_no_text():
   assert now.bind('what?') == {}
 
 
+def test_a_tool_defined_anew_is_described_by_its_own_docstring():
+  def make(text):
+    def say() -> str:
+      return text
+
+    say.__doc__ = f'Says {text}.'
+    return tool.tool(say)
+
+  first, again, other = make('a'), make('a'), make('b')
+  assert first.description == again.description == 'Says a.'
+  assert other.description == 'Says b.'
+  assert (first.function(), other.function()) == ('a', 'b')
+
+
 def test_what_a_schema_needs_is_asked_for():
   def undocumented(x: int):
     return x
@@ -110,6 +124,12 @@ def test_what_a_schema_needs_is_asked_for():
     """Does."""
     return x
 
+  def unknown(x: 'Unknown'):  # noqa: F821
+    """Does."""
+    return x
+
+  with pytest.raises(errors.UserError, match="'Unknown' is not defined"):
+    tool.tool(unknown)
   with pytest.raises(errors.UserError, match='must have a docstring'):
     tool.tool(undocumented)
   for function in (unhinted, odd):

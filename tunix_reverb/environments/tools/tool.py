@@ -46,6 +46,8 @@ _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
   'object': (dict,),
   'null': (type(None),),
 }
+_MAX_DESCRIBED = 1000
+_DESCRIBED: dict[Any, tuple[str, dict[str, Any]]] = {}
 _ARGUMENT_LINE = re.compile(r'\s+(\w+)(?: \([^)]*\))?: (.*)')
 
 
@@ -59,8 +61,9 @@ class Limits:
       wait.
     num_retries: further attempts after a transient error.
     back_off_s: seconds before the first further attempt; doubles each time.
-    max_concurrency: calls at once, of all environments of the process. A call
-      that overran its time counts until it returns. None: any number.
+    max_concurrency: calls at once, by all environments that share the tool: one
+      made in a module is shared by all of the process. A call that overran its
+      time counts until it returns. None: any number.
     max_result_characters: what is longer is cut, and says so.
   """
 
@@ -209,8 +212,39 @@ def tool(
   """
   if function is None:
     return lambda f: tool(f, name=name, **limits)
+  description, parameters = _describe(function)
+  return Tool(
+    name=name or function.__name__,
+    description=description,
+    parameters=parameters,
+    function=function,
+    limits=Limits(**limits),
+  )
+
+
+def _describe(function: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
+  """The description and the schema of the arguments.
+
+  They are kept: a task may define its tool anew for every episode.
+  """
+  key = getattr(function, '__code__', function), function.__doc__
+  described = _DESCRIBED.get(key)
+  if described is None:
+    if len(_DESCRIBED) >= _MAX_DESCRIBED:  # Docstrings made for each episode.
+      _DESCRIBED.clear()
+    described = _DESCRIBED[key] = _describe_anew(function)
+  return described
+
+
+def _describe_anew(function: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
   description, argument_texts = _read_docstring(function)
-  hints = typing.get_type_hints(function)
+  try:
+    hints = typing.get_type_hints(function)
+  except NameError as e:
+    raise errors.UserError(
+      f'tool ({function.__name__}) must have type hints that its module knows: '
+      f'{e}'
+    ) from e
   properties, required = {}, []
   for parameter in inspect.signature(function).parameters.values():
     hint = hints.get(parameter.name)
@@ -221,17 +255,11 @@ def tool(
       properties[parameter.name]['description'] = text
     if parameter.default is inspect.Parameter.empty:
       required.append(parameter.name)
-  return Tool(
-    name=name or function.__name__,
-    description=description,
-    parameters={
-      'type': 'object',
-      'properties': properties,
-      'required': required,
-    },
-    function=function,
-    limits=Limits(**limits),
-  )
+  return description, {
+    'type': 'object',
+    'properties': properties,
+    'required': required,
+  }
 
 
 def _read_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
