@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tunix_reverb.ops import losses
+from tunix_reverb.ops import policy_loss
 from tunix_reverb.ops import recurrence
 from tunix_reverb.ops import token_loss
 from tunix_reverb.sharding import mesh as mesh_lib
@@ -43,18 +44,22 @@ def _row(length=12, seed=0):
 
 
 @functools.cache
-def _jitted(ratio, rows=recurrence.WHOLE):
+def _jitted(ratio, rows=recurrence.WHOLE, kind='vtrace'):
+  policy = policy_loss.PolicyLoss(kind=kind)
+
   def run(row):
     positional = [row[k] for k in _POSITIONAL]
     rest = {k: v for k, v in row.items() if k not in _POSITIONAL}
-    loss = token_loss.TokenLoss(ratio=ratio, rows=rows, **_CONFIG)
+    loss = token_loss.TokenLoss(
+      ratio=ratio, rows=rows, policy=policy, **_CONFIG
+    )
     return loss.sums(*positional, **rest)
 
   return jax.jit(run)
 
 
-def _sums(row, ratio='token'):
-  return _jitted(ratio)({k: jnp.asarray(v) for k, v in row.items()})
+def _sums(row, ratio='token', kind='vtrace'):
+  return _jitted(ratio, kind=kind)({k: jnp.asarray(v) for k, v in row.items()})
 
 
 def _assert_equal(actual, expected, rtol=1e-5):
@@ -205,15 +210,102 @@ def _token_rows(rows, length):
   return batch
 
 
-@pytest.mark.parametrize('ratio', ['token', 'turn'])
+def _with_group(row, seed=7):
+  """`row` with advantages, and what PPO stays close to."""
+  rng = np.random.default_rng(seed)
+  normal = lambda: rng.normal(size=row['values'].shape).astype(np.float32)
+  proximal = row['log_probs'] + np.float32(0.3) * normal()
+  return row | {'advantages': normal(), 'proximal_log_probs': proximal}
+
+
+def test_given_advantages_weigh_each_token_by_its_ratio():
+  row = _with_group(_row())
+  x = {k: np.asarray(v[:-1], np.float64) for k, v in row.items()}
+  rhos = np.exp(x['log_probs'] - x['behaviour_log_probs'])
+  sums = _sums(row, kind='tis')
+  np.testing.assert_allclose(
+    sums.pg_loss,
+    -np.sum(np.minimum(2.0, rhos) * x['advantages'] * x['log_probs']),
+    rtol=1e-5,
+  )
+  assert sums.baseline_loss == 0
+  np.testing.assert_allclose(
+    sums.k3, np.sum(rhos - 1 - np.log(rhos)), rtol=1e-4
+  )
+  np.testing.assert_allclose(sums.log_rho, np.log(rhos).sum(), rtol=1e-4)
+  np.testing.assert_allclose(
+    _sums(row, kind='uncorrected').pg_loss,
+    -np.sum(x['advantages'] * x['log_probs']),
+    rtol=1e-5,
+  )
+
+
+@pytest.mark.parametrize('geometric', [False, True])
+def test_given_advantages_weigh_each_turn_by_its_ratio(geometric):
+  row = _with_group(_row(length=25, seed=3))
+  x = {k: np.asarray(v[:-1], np.float64) for k, v in row.items()}
+  log_rhos = x['log_probs'] - x['behaviour_log_probs']
+  # Ids come again: a turn is a run of them.
+  turns = np.cumsum(np.diff(x['turn_ids'], prepend=x['turn_ids'][0]) != 0)
+  sizes = np.bincount(turns)
+  of_turn = np.bincount(turns, log_rhos) / (sizes if geometric else 1)
+  weights = np.minimum(2.0, np.exp(of_turn[turns]))
+  sums = _sums(row, 'turn_geometric' if geometric else 'turn', kind='tis')
+  np.testing.assert_allclose(
+    sums.pg_loss, -np.sum(weights * x['advantages'] * x['log_probs']), rtol=1e-5
+  )
+
+
+def test_ppo_corrects_from_the_behaviour_to_the_proximal_policy():
+  row = _with_group(_row())
+  x = {k: np.asarray(v[:-1], np.float64) for k, v in row.items()}
+  a = x['advantages']
+  weights = np.exp(x['proximal_log_probs'] - x['behaviour_log_probs'])
+  r = np.exp(x['log_probs'] - x['proximal_log_probs'])
+  loss = np.maximum(-r * a, -np.clip(r, 0.8, 1.28) * a)
+  assert weights.max() < 5 and r.max() < 3
+  sums = _sums(row, kind='ppo')
+  np.testing.assert_allclose(sums.pg_loss, np.sum(weights * loss), rtol=1e-5)
+  assert int(sums.clipped_high) == np.sum((r > 1.28) & (a > 0))
+  assert int(sums.clipped_low) == np.sum((r < 0.8) & (a < 0))
+  # Statistics are of the ratio to who chose the token.
+  rhos = np.exp(x['log_probs'] - x['behaviour_log_probs'])
+  np.testing.assert_allclose(sums.rho, rhos.sum(), rtol=1e-5)
+
+
+def test_uncorrected_with_a_critic_is_vtrace_on_policy():
+  row = _row()
+  on_policy = row | {'behaviour_log_probs': row['log_probs']}
+  on_policy_sums = _sums(on_policy)
+  sums = _sums(row, kind='uncorrected')
+  for name in ('pg_loss', 'baseline_loss', 'entropy'):
+    np.testing.assert_allclose(
+      getattr(on_policy_sums, name), getattr(sums, name), rtol=1e-5
+    )
+  assert sums.k3 > 0
+
+
+@pytest.mark.parametrize('kind', ['tis', 'ppo', 'uncorrected'])
+def test_whatever_lies_outside_of_the_policys_tokens_is_not_read(kind):
+  row = _with_group(_row())
+  longer = _with_tool_output(row, np.random.default_rng(1))
+  for ratio in _RATIOS:
+    _assert_equal(_sums(longer, ratio, kind), _sums(row, ratio, kind))
+
+
+@pytest.mark.parametrize(
+  ('ratio', 'kind'), [('token', 'vtrace'), ('turn', 'vtrace'), ('turn', 'ppo')]
+)
 @pytest.mark.parametrize('axes', [(2, 4), (1, 8)])
-def test_loss_and_gradients_of_split_rows_equal_whole_rows(ratio, axes):
+def test_loss_and_gradients_of_split_rows_equal_whole_rows(ratio, kind, axes):
   data, sequence = axes
   batch = _token_rows(4, 48)
+  if kind == 'ppo':
+    batch = _with_group(batch)
   split_rows = recurrence.Rows(axis_name=mesh_lib.SEQUENCE)
 
   def mean_loss(wanted, rest, rows, total):
-    sums = _jitted(ratio, rows)(rest | wanted)
+    sums = _jitted(ratio, rows, kind)(rest | wanted)
     count = total(sums.num_transitions)
     return (sums.pg_loss + 0.5 * sums.baseline_loss) / count, sums
 

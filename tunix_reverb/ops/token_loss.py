@@ -101,7 +101,7 @@ class TokenLoss:
       turn_ids: i32 [..., L], see `turns.turn_ratios`; not read per token.
       advantages: f32 [..., L]; None for those of V-trace.
       proximal_log_probs: f32 [..., L], of the policy that PPO stays close to;
-        None for the target policy as it is.
+        None for the target policy as it is. No other loss reads it.
       is_current: bool [..., L], where the target policy itself has acted; None
         if nobody says.
 
@@ -131,7 +131,7 @@ class TokenLoss:
         values, rewards, discounts, log_rhos, is_transition, is_decision
       )
     weight_log_rhos = log_rhos
-    if proximal_log_probs is not None:
+    if self.policy.kind == 'ppo' and proximal_log_probs is not None:
       weight_log_rhos, _ = decisions(proximal_log_probs)
     return losses.masked_sums(
       policy_loss.policy_terms(
