@@ -269,6 +269,16 @@ def _actor() -> dict[str, Metric]:
       'Episodes whose turn is being written; the others wait for their '
       'environments or for a permit.',
     ),
+    segments_cut_total=(
+      'trajectories',
+      'Trajectories cut off because an agent outside had changed what was said '
+      'before, of endpoints.',
+    ),
+    conversations_abandoned_total=(
+      'trajectories',
+      'Trajectories dropped because an agent outside did not go on or post a '
+      'reward, of endpoints.',
+    ),
     utilisation_act=('fraction', 'Share of wall time in the policy.'),
     utilisation_permit=(
       'fraction',

@@ -17,6 +17,7 @@ from tunix_reverb.agents import builder
 from tunix_reverb.agents import flat
 from tunix_reverb.models import checkpoint
 from tunix_reverb.sharding import mesh as mesh_lib
+from tunix_reverb.telemetry import metrics
 
 for library in ('openai', 'starlette', 'tokenizers', 'uvicorn'):
   pytest.importorskip(library)
@@ -183,6 +184,10 @@ def test_a_changed_conversation_becomes_two_trajectories(endpoint):
   first, second = endpoint.writer.items[before:]
   assert first.truncated[0] and first.reward.sum() == 0.0
   assert not second.truncated[0] and second.reward.sum() == 1.0
+  reported = endpoint.acting.loop.metrics()
+  metrics.check_names(reported)
+  assert reported['segments_cut_total'] == 1
+  assert reported['conversations_abandoned_total'] == 0
 
 
 def test_nobody_asking_is_no_lack_of_progress(endpoint):

@@ -17,12 +17,26 @@ _SLOT_TIMEOUT_S = 300.0
 
 
 class EndpointLoop(turn_loop.TurnLoop):
-  """A loop that nothing is wrong with when nobody asks."""
+  """A loop that nothing is wrong with when nobody asks.
+
+  Attributes:
+    counts: of the conversations, `conversations.Counts`.
+  """
+
+  counts: Any = None
 
   @property
   def is_waiting(self) -> bool:
     """See base class; for permits, or for agents outside."""
     return not (self._engine.has_work or self._outbox)
+
+  def metrics(self) -> dict[str, float]:
+    """See base class."""
+    return {
+      **super().metrics(),
+      'segments_cut_total': self.counts.segments_cut,
+      'conversations_abandoned_total': self.counts.abandoned,
+    }
 
 
 def make_serving(
@@ -67,7 +81,7 @@ def make_serving(
       kind=EndpointLoop,
       **kwargs,
     )
-    _serve(config, play, sessions, kwargs['actor_id'])
+    made.loop.counts = _serve(config, play, sessions, kwargs['actor_id'])
   except ImportError as e:
     raise errors.MissingExtraError(
       f'an endpoint needs the package {e.name}: install the extra agents'
@@ -80,8 +94,8 @@ def _serve(
   play: acting.Play,
   sessions: Any,
   actor_id: int,
-) -> None:
-  """Listens until the sessions are closed."""
+) -> Any:
+  """Listens until the sessions are closed; returns the counts."""
   from tunix_reverb.actor.endpoint import app
   from tunix_reverb.actor.endpoint import conversations
   from tunix_reverb.actor.endpoint import server as server_lib
@@ -94,10 +108,9 @@ def _serve(
     idle_timeout_s=config.actor.environment_timeout_s,
   )
   settings = config.transformer
+  talk = conversations.Conversations(sessions, play.chat_format, limits)
   endpoint = app.Endpoint(
-    conversations.Conversations(sessions, play.chat_format, limits),
-    play.chat_format,
-    model=pathlib.Path(settings.model).name,
+    talk, play.chat_format, model=pathlib.Path(settings.model).name
   )
   server = server_lib.Server(
     endpoint.make_app(),
@@ -110,3 +123,4 @@ def _serve(
     f'completions, {sessions.num_environments} conversations at a time',
     flush=True,
   )
+  return talk.counts
