@@ -19,6 +19,7 @@ _TOOL = {
   },
 }
 _CALL = '<tool_call>{"name": "look_up", "arguments": {"key": "a"}}</tool_call>'
+_JSON = {'Content-Type': 'application/json'}
 _FIRST, _MID, _LAST = 0, 1, 2
 
 
@@ -261,7 +262,9 @@ def test_rewards_that_cannot_be(make_rig):
   _ask(rig.client('a'), [_USER])
   for reward in (None, 'much', True, float('1e999')):
     body = json.dumps({'reward': reward}).encode()
-    answer = httpx.post(f'{rig.url}/v1/episodes/a/reward', content=body)
+    answer = httpx.post(
+      f'{rig.url}/v1/episodes/a/reward', content=body, headers=_JSON
+    )
     assert answer.status_code == 400
   assert _reward(rig, 'a', reward=1.0).status_code == 200
   again = _reward(rig, 'a', reward=1.0)
@@ -303,8 +306,9 @@ def test_an_episode_must_be_named_and_bodies_are_limited(make_rig, monkeypatch):
   with pytest.raises(openai.APIStatusError) as error:
     _ask(rig.client('a'), [{'role': 'user', 'content': 2000 * 'x'}])
   assert error.value.status_code == 413
-  answer = httpx.post(f'{rig.url}/v1/chat/completions', content=b'{')
-  assert answer.status_code == 400
+  url = f'{rig.url}/v1/chat/completions'
+  assert httpx.post(url, content=b'{', headers=_JSON).status_code == 400
+  assert httpx.post(url, content=b'{}').status_code == 415
 
 
 def test_models_and_health(make_rig):

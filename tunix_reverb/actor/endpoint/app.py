@@ -225,7 +225,16 @@ def _answering_errors(handler: Handler) -> Handler:
 
 
 async def _body(request: requests.Request) -> bytes:
-  """The body, as far as it may be long."""
+  """The body, as far as it may be long.
+
+  It must be declared as JSON: a page in a browser could send anything else to
+  a port of its own host without asking.
+  """
+  kind = request.headers.get('content-type', '')
+  if kind.partition(';')[0].strip().lower() != 'application/json':
+    raise protocol.RequestError(
+      f'the content type ({kind!r}) must be application/json', status=415
+    )
   body = bytearray()
   async for part in request.stream():
     body += part
