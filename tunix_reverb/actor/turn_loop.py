@@ -10,6 +10,8 @@ group begin together and end as one item (see `groups`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import time
@@ -85,6 +87,7 @@ class TurnLoop(loop_lib.ActorLoop):
     variable_update_period_s: float,
     permits: core.PermitSource,
     config: TurnConfig,
+    environment_metrics: Callable[[], Mapping[str, float]] = dict,
   ):
     """Call `wait_for_variables` before `step`.
 
@@ -96,6 +99,7 @@ class TurnLoop(loop_lib.ActorLoop):
       variable_update_period_s: how often they are asked for.
       permits: where permits come from, one for each group.
       config: see there.
+      environment_metrics: what the environments report of themselves.
     """
     super().__init__(
       environment=environment,
@@ -107,6 +111,7 @@ class TurnLoop(loop_lib.ActorLoop):
     self.account = timing.TimeAccount('environment', 'act', 'adder', 'permit')
     self._engine = engine
     self._config = config
+    self._environment_metrics = environment_metrics
     num, size = environment.num_environments, config.group_size
     self._groups = [
       groups_lib.Group(range(begin, begin + size), config.advantage)
@@ -140,6 +145,7 @@ class TurnLoop(loop_lib.ActorLoop):
     return {
       'tokens_total': self._engine.tokens_total,
       'active_episodes': self._engine.num_active,
+      **self._environment_metrics(),
     }
 
   def close(self) -> None:

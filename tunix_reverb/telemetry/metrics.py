@@ -279,6 +279,7 @@ def _actor() -> dict[str, Metric]:
       'Trajectories dropped because an agent outside did not go on or post a '
       'reward, of endpoints.',
     ),
+    **_tools(),
     utilisation_act=('fraction', 'Share of wall time in the policy.'),
     utilisation_permit=(
       'fraction',
@@ -293,6 +294,37 @@ def _actor() -> dict[str, Metric]:
       'Share of wall time building and writing items.',
     ),
   )
+
+
+def _tools() -> dict[str, tuple[str, str]]:
+  """Of actors that play turn environments."""
+  errors = {
+    'parser': 'Calls of tools that could not be read or made as the policy '
+    'wrote them. Since the start, of episodes that have ended, as the others.',
+    'tool': 'Calls that a tool refused.',
+    'sandbox': 'Calls whose program the sandbox stopped at a limit.',
+    'timeout': 'Calls that were not answered in time.',
+    'environment': 'Episodes that were cut because the task itself raised.',
+  }
+  return {
+    'tool_calls_total': ('calls', 'Calls of tools.'),
+    'tool_call_s_p50': (
+      's',
+      'Median seconds of the latest 1000 calls, attempts and waiting included.',
+    ),
+    'tool_call_s_p99': ('s', '99th percentile of the same.'),
+    'truncated_episodes_total': (
+      'episodes',
+      'Episodes that a limit of turns or tokens has cut.',
+    ),
+    **{
+      f'{kind}_errors_total': (
+        'episodes' if kind == 'environment' else 'calls',
+        text,
+      )
+      for kind, text in errors.items()
+    },
+  }
 
 
 def _replay_server() -> dict[str, Metric]:

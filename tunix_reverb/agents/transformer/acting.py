@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
@@ -25,6 +26,7 @@ from tunix_reverb.agents.transformer import config as transformer_config
 from tunix_reverb.environments import factory
 from tunix_reverb.environments import turn_factory
 from tunix_reverb.environments import turns
+from tunix_reverb.environments.tools import statistics
 from tunix_reverb.environments.tools import task as task_lib
 from tunix_reverb.networks.transformer import config as model_config
 from tunix_reverb.replay import token_adder
@@ -165,13 +167,14 @@ def make_acting(
   """See `agent.Agent.make_acting`."""
   seed = agent_lib.actor_seed(config, actor_id)
   num = config.actor.environments_per_actor
+  tools = statistics.ToolStatistics()
   environment = factory.make_vector(
     config.environment,
     num_environments=num,
     mode=config.actor.environment_mode,
     seed=seed,
     timeout_s=config.actor.environment_timeout_s,
-    turn_options=play.options,
+    turn_options=dataclasses.replace(play.options, on_episode=tools.add),
   )
   return make_loop(
     config,
@@ -183,6 +186,7 @@ def make_acting(
     variables=variables,
     permits=permits,
     keep_waiting=keep_waiting,
+    environment_metrics=tools.metrics,
   )
 
 
@@ -198,6 +202,7 @@ def make_loop(
   permits: core.PermitSource | None = None,
   keep_waiting: Callable[[], bool] = lambda: True,
   kind: type[turn_loop.TurnLoop] = turn_loop.TurnLoop,
+  environment_metrics: Callable[[], Mapping[str, float]] = dict,
 ) -> agent_lib.Acting:
   """The loop of `environment` and `engine`; see `make_acting`."""
   columns = play.columns()
@@ -224,6 +229,7 @@ def make_loop(
       # So that a synchronous run comes out the same every time.
       in_turn=permits is not None and config.staleness.max_policy_lag == 0,
     ),
+    environment_metrics=environment_metrics,
   )
   return agent_lib.Acting(loop, adder, environment)
 
