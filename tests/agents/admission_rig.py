@@ -133,6 +133,20 @@ _FLAGS = {
 }
 
 
+# Takes permits and keeps them.
+HOLDER = """
+import sys, time
+from tunix_reverb.replay import permits
+source = permits.WirePermitSource(sys.argv[1])
+source.request(int(sys.argv[2]))
+taken = 0
+while taken < int(sys.argv[2]):
+  taken += len(source.take(1.0))
+print('taken', flush=True)
+time.sleep(1000)
+"""
+
+
 class RecordingWriter(core.ItemWriter):
   """Passes items on and keeps what it passed."""
 

@@ -212,19 +212,6 @@ def _play_one(loop, permits, writer, version):
     loop.step(0.0)
 
 
-_HOLDER = """
-import sys, time
-from tunix_reverb.replay import permits
-source = permits.WirePermitSource(sys.argv[1])
-source.request(int(sys.argv[2]))
-taken = 0
-while taken < int(sys.argv[2]):
-  taken += len(source.take(1.0))
-print('taken', flush=True)
-time.sleep(1000)
-"""
-
-
 def test_a_killed_actors_permits_are_given_to_others(
   make, subprocess_env, tmp_path
 ):
@@ -232,7 +219,7 @@ def test_a_killed_actors_permits_are_given_to_others(
   run.start(num_actors=0)
   # It holds all but one, and no update can be made without them.
   process = subprocess.Popen(
-    [sys.executable, '-c', _HOLDER, run.address, str(_K - 1)],
+    [sys.executable, '-c', rig.HOLDER, run.address, str(_K - 1)],
     env=subprocess_env,
     cwd=tmp_path,
     stdout=subprocess.PIPE,

@@ -449,3 +449,30 @@ def test_by_number_what_fits_no_batch_goes_by_age():
   packer.add(_item([1], first_id=150, permit_id=4))
   assert sorted(packer.pop().segments.permit_id) == [1, 2, 4]
   assert packer.pop(flush=True).segments.permit_id.tolist() == [3]
+
+
+def _group(size, permit_id):
+  """An item of `size` trajectories under its first one's permit."""
+  item = _item([2] * size, first_id=1000 * permit_id, permit_id=permit_id)
+  permits = np.zeros(size, np.int64)
+  permits[0] = permit_id
+  return item._replace(permit_id=permits)
+
+
+def test_by_number_groups_go_whole_in_the_order_of_their_permits():
+  packer = _packer(max_trajectories=8)
+  # Members have left the second and the third.
+  for size, permit_id in ((4, 7), (3, 6), (3, 8), (4, 5)):
+    packer.add(_group(size, permit_id))
+  took = []
+  while (packed := packer.pop(flush=True)) is not None:
+    permits = packed.segments.permit_id
+    took.append((permits.size, sorted(permits[permits > 0].tolist())))
+  assert took == [(7, [5, 6]), (7, [7, 8])]
+
+
+def test_by_number_a_group_larger_than_a_batch_is_cut():
+  packer = _packer(max_trajectories=2)
+  packer.add(_group(3, 5))
+  sizes = [packer.pop(flush=True).segments.length.size for _ in range(2)]
+  assert sizes == [2, 1]

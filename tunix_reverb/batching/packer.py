@@ -55,6 +55,11 @@ class _Pending:
     permit_id = self.trajectories.permit_id
     return int(permit_id[self.index[0]] or permit_id.max())
 
+  def follows(self, other: _Pending) -> bool:
+    """Whether it is of the group, under the same permit, as `other`."""
+    is_first = bool(self.trajectories.permit_id[self.index[0]])
+    return self.trajectories is other.trajectories and not is_first
+
 
 def minimum_versions(trajectories: types.Trajectories) -> np.ndarray:
   """The oldest `policy_version` of each trajectory, i32 [N]."""
@@ -76,7 +81,8 @@ class Packer:
   With `max_trajectories`, batches are made by number: of so many trajectories
   with the smallest permit ids, so that a batch does not depend on the order in
   which its trajectories came. They go into the smallest bucket that takes all
-  of them.
+  of them. A group, whose first trajectory has the permit of all, goes into one
+  batch: that may then be of a few less.
   """
 
   def __init__(
@@ -209,7 +215,7 @@ class Packer:
       for i in range(p.index.size)
     ]
     self._pending.sort(key=_Pending.permit_id)
-    positions = (self.pending_lengths + 1)[: self._max_trajectories]
+    positions = (self.pending_lengths + 1)[: self._count_by_number()]
     for bucket in self._buckets:
       rows = placement.Rows(rows=bucket.rows, length=bucket.length)
       row, start = rows.place(positions)
@@ -224,6 +230,14 @@ class Packer:
     return self._take(
       bucket, np.pad(row, left, constant_values=-1), np.pad(start, left)
     )
+
+  def _count_by_number(self) -> int:
+    """How many of the pending go into the next batch: whole groups."""
+    for count in range(self._max_trajectories, 0, -1):
+      pair = self._pending[count - 1 : count + 1]
+      if len(pair) < 2 or not pair[1].follows(pair[0]):
+        return count
+    return self._max_trajectories  # A group larger than a batch.
 
   def _pack(self, bucket: buckets_lib.Bucket) -> types.PackedBatch:
     positions = self.pending_lengths + 1
