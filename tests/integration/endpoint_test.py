@@ -1,5 +1,6 @@
 """A pretrained model, agents outside, a real server, a learner, an export."""
 
+import importlib.util
 import pathlib
 import sys
 import time
@@ -15,7 +16,6 @@ for library in ('openai', 'starlette', 'tokenizers', 'uvicorn'):
   pytest.importorskip(library)
 
 import httpx  # noqa: E402
-import openai  # noqa: E402
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / 'models'))
 
@@ -39,33 +39,13 @@ def _wait_for_endpoint(url, local):
   pytest.fail(f'no endpoint after {_DEADLINE_S} s: {local.out}')
 
 
-def _play(url, local):
-  """An agent of OpenAI's client, until the run is over; returns episodes."""
-  client = openai.OpenAI(
-    base_url=f'{url}/v1', api_key='none', max_retries=0, timeout=60
-  )
-  episode = 0
-  with client:
-    while local.status is None:
-      headers = {'X-Episode-Id': f'episode-{episode}'}
-      try:
-        answer = client.chat.completions.create(
-          model='tiny',
-          messages=[{'role': 'user', 'content': 'hello'}],
-          max_tokens=8,
-          extra_headers=headers,
-        )
-        text = answer.choices[0].message.content
-        response = httpx.post(
-          f'{url}/v1/episodes/episode-{episode}/reward',
-          json={'reward': len(set(text)) / 8},
-          timeout=10,
-        )
-      except (openai.APIError, httpx.TransportError):
-        break  # The learner has learnt enough, and the run has ended.
-      assert response.status_code == 200, response.text
-      episode += 1
-  return episode
+def _agent():
+  """The documented example, which is not part of the wheel."""
+  path = pathlib.Path(__file__).parents[2] / 'examples' / 'outside_agent.py'
+  spec = importlib.util.spec_from_file_location('outside_agent', path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
 
 
 def test_agents_outside_train_a_pretrained_model(start, tmp_path):
@@ -79,9 +59,9 @@ def test_agents_outside_train_a_pretrained_model(start, tmp_path):
     f'--endpoint_port={port}',
     '--num_actors=1',
     '--environments_per_actor=2',
-    '--trajectory_length=63',
+    '--trajectory_length=127',
     '--item_bytes=1',
-    '--bucket_lengths=64',
+    '--bucket_lengths=128',
     '--batch_positions=256',
     '--max_learner_steps=3',
     '--learning_rate=0.01',
@@ -89,7 +69,7 @@ def test_agents_outside_train_a_pretrained_model(start, tmp_path):
   )
   url = f'http://127.0.0.1:{port}'
   _wait_for_endpoint(url, local)
-  assert _play(url, local) >= 4
+  assert 4 <= _agent().main(url, episodes=1000) < 1000
   assert local.wait(60) == 0, local.out + local.err
   learnt = [
     row

@@ -1,5 +1,6 @@
 """The endpoint as OpenAI's own client sees it, and what the loop hears."""
 
+from concurrent import futures
 import json
 import time
 
@@ -316,3 +317,18 @@ def test_models_and_health(make_rig):
   assert [model.id for model in rig.client('a').models.list()] == ['tiny']
   _ask(rig.client('a'), [_USER])
   assert httpx.get(f'{rig.url}/health').json()['turns'] == 1
+
+
+def test_whoever_waits_is_told_that_the_endpoint_ends(make_rig):
+  rig = make_rig('hello')
+  rig.policy.wait.clear()
+  with futures.ThreadPoolExecutor(1) as pool:
+    asked = pool.submit(_ask, rig.client('a'), [_USER])
+    _wait_until(lambda: rig.policy.heard)
+    rig.endpoint.close()
+    with pytest.raises(openai.InternalServerError) as error:
+      asked.result(10)
+  assert error.value.code == 'endpoint_closed'
+  rig.policy.wait.set()
+  with pytest.raises(openai.InternalServerError, match='endpoint ends'):
+    _ask(rig.client('b'), [_USER])

@@ -46,8 +46,10 @@ class Rig:
     self.conversations = conversations.Conversations(
       self.sessions, chat_format, conversations.Limits(**_LIMITS | limits)
     )
-    endpoint = app.Endpoint(self.conversations, chat_format, model='tiny')
-    self._server = server.Server(endpoint.make_app(), host='127.0.0.1', port=0)
+    self.endpoint = app.Endpoint(self.conversations, chat_format, model='tiny')
+    self._server = server.Server(
+      self.endpoint.make_app(), host='127.0.0.1', port=0
+    )
     self.url = f'http://127.0.0.1:{self._server.port}'
     self._clients = []
 

@@ -46,6 +46,7 @@ class Endpoint:
     self._conversations = conversations
     self._format = chat_format
     self._model = model
+    self._loop: asyncio.AbstractEventLoop | None = None
 
   def make_app(self) -> applications.Starlette:
     """The ASGI application."""
@@ -62,9 +63,15 @@ class Endpoint:
       lifespan=self._lifespan,
     )
 
+  def close(self) -> None:
+    """Answers whoever waits; from any thread, before the server is closed."""
+    if self._loop is not None:
+      self._loop.call_soon_threadsafe(self._conversations.close)
+
   @contextlib.asynccontextmanager
   async def _lifespan(self, app: applications.Starlette) -> AsyncIterator[None]:
     del app
+    self._loop = asyncio.get_running_loop()
     task = asyncio.create_task(self._expire())
     try:
       yield

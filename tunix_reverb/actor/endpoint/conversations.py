@@ -129,6 +129,9 @@ class Conversations:
     self._format = chat_format
     self._limits = limits
     self._episodes: dict[str, Episode] = {}
+    # Of the turns that are waited for; None ends the wait.
+    self._queues: set[asyncio.Queue[sessions_lib.Written | None]] = set()
+    self._is_closed = False
     self.counts = Counts()
 
   def episode(self, name: str | None, *, create: bool) -> Episode:
@@ -169,6 +172,8 @@ class Conversations:
     Raises:
       protocol.RequestError: it does not fit, or there is no slot.
     """
+    if self._is_closed:
+      raise _closed()
     episode.used_s = time.monotonic()
     added = episode.new_messages(request)
     tokens = self._tokens(episode, request, added)
@@ -176,7 +181,7 @@ class Conversations:
     most = self._room(episode, before + len(tokens), request)
     if added is None:
       await self._begin_segment(episode)
-    queue: asyncio.Queue[sessions_lib.Written] = asyncio.Queue()
+    queue: asyncio.Queue[sessions_lib.Written | None] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     listener = lambda written: loop.call_soon_threadsafe(
       queue.put_nowait, written
@@ -215,6 +220,12 @@ class Conversations:
       episode.slot, reward=reward, truncated=truncated or episode.is_truncated
     )
     episode.slot, episode.is_over = None, True
+
+  def close(self) -> None:
+    """Answers those who wait that there will be no turn."""
+    self._is_closed = True
+    for queue in self._queues:
+      queue.put_nowait(None)
 
   def expire(self) -> None:
     """Gives up the episodes that nobody has used for long."""
@@ -311,9 +322,10 @@ class Conversations:
       await asyncio.sleep(_POLL_S)
 
   async def _written(
-    self, episode: Episode, queue: asyncio.Queue[sessions_lib.Written]
+    self, episode: Episode, queue: asyncio.Queue[sessions_lib.Written | None]
   ) -> AsyncIterator[sessions_lib.Written]:
     is_last = False
+    self._queues.add(queue)
     try:
       while not is_last:
         try:
@@ -328,8 +340,19 @@ class Conversations:
             status=503,
             code='policy_timeout',
           ) from e
+        if written is None:
+          raise _closed()
         is_last = written.is_last
         yield written
     finally:
+      self._queues.discard(queue)
       if not is_last:  # The client has gone, or waited too long.
         self._abandon(episode)
+
+
+def _closed() -> protocol.RequestError:
+  return protocol.RequestError(
+    'the endpoint ends: its run is over, or was told to stop',
+    status=503,
+    code='endpoint_closed',
+  )

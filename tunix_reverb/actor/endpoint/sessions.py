@@ -237,7 +237,7 @@ class Sessions(core.VectorEnvironment):
         one.is_over = True  # Free once the turn is written.
 
   def on_close(self, callback: Callable[[], None]) -> None:
-    """Calls `callback` before anything is closed."""
+    """Calls `callback` before anything is closed, the last one first."""
     self._on_close.append(callback)
 
   def close(self) -> None:

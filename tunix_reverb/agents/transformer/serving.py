@@ -118,6 +118,7 @@ def _serve(
     port=settings.endpoint_port and settings.endpoint_port + actor_id,
   )
   sessions.on_close(server.close)
+  sessions.on_close(endpoint.close)
   print(
     f'endpoint: http://{settings.endpoint_host}:{server.port}/v1 takes chat '
     f'completions, {sessions.num_environments} conversations at a time',
