@@ -137,13 +137,13 @@ class Variables(core.VariableSource):
     )
 
 
-def make_engine(num_slots):
+def make_engine(num_slots, stop_tokens=(STOP,)):
   return engine_lib.Engine(
     MODEL,
     num_slots=num_slots,
     max_length=MAX_LENGTH,
     dtype='float32',
-    stop_tokens=(STOP,),
+    stop_tokens=stop_tokens,
   )
 
 

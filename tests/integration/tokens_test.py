@@ -8,7 +8,7 @@ import pytest
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
-_EXAMPLE = pathlib.Path(__file__).parents[2] / 'examples/reverse_tokens.json'
+_EXAMPLES = pathlib.Path(__file__).parents[2] / 'examples'
 _TOKENS = (
   '--agent=transformer',
   '--environment=tool:reverse/3',
@@ -57,7 +57,7 @@ def test_a_tiny_transformer_learns_to_reverse_on_eight_virtual_devices(
 ):
   local = start(
     'local',
-    f'--config={_EXAMPLE}',
+    f'--config={_EXAMPLES / "reverse_tokens.json"}',
     '--virtual_devices=8',
     '--data_axis=2',
     '--fsdp_axis=2',
@@ -77,3 +77,39 @@ def test_a_tiny_transformer_learns_to_reverse_on_eight_virtual_devices(
     if 'loss' in row
   ]
   assert learnt[-1]['value_mean'] > learnt[0]['value_mean'] + 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.learning
+@pytest.mark.timeout(660)
+@pytest.mark.parametrize('seed', [0, 1, 2])
+def test_a_tiny_transformer_learns_to_use_a_tool(start, tmp_path, seed):
+  """Nobody can guess what the tool says: without the call the score is 0."""
+  local = start(
+    'local',
+    f'--config={_EXAMPLES / "lookup.json"}',
+    f'--seed={seed}',
+    '--run_dir=run',
+    '--max_run_s=600',
+  )
+  assert local.wait(640) == 0, local.out + local.err
+  evaluations = binaries.metrics(tmp_path / 'run', 'evaluator')
+  assert evaluations[0]['evaluation_success_rate'] < 0.3
+  assert evaluations[-1]['evaluation_success_rate'] >= 0.9
+  summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
+  assert summary['solved'] is True
+  assert summary['recompiles_total'] == 0
+  assert 0 < summary['policy_lag_mean'] <= summary['policy_lag_max'] <= 2
+  assert not summary['dropped'].get('lag')
+  learnt = binaries.metrics(tmp_path / 'run', 'learner')
+  mismatches = [
+    r['mismatch_log_prob'] for r in learnt if 'mismatch_log_prob' in r
+  ]
+  assert mismatches and max(mismatches) < 1e-3
+  rows = (tmp_path / 'run' / 'transcripts.jsonl').read_text().splitlines()
+  last = json.loads(rows[-1])
+  assert last['score'] == 1
+  assert [
+    call['error'] for turn in last['turns'] for call in turn['calls']
+  ] == [None]
+  assert 'tool lookup' in local.out and 'policy: ' in local.out
