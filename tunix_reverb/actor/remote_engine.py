@@ -154,7 +154,7 @@ class RemoteEngine:
       errors.UserError: the server does not answer as it must.
       RuntimeError: it could not be reached, again and again.
     """
-    turns = []
+    turns: list[engine_lib.Turn] = []
     timeout_s = _STEP_S if self.has_work else 0.0
     while True:
       try:
@@ -238,8 +238,8 @@ def _tokens(choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:
   """Whichever form they are in; see the module's docstring."""
   found = choice['logprobs']
   if found.get('content') and 'id' in found['content'][0]:
-    pairs = [(entry['id'], entry['logprob']) for entry in found['content']]
-    tokens, log_probs = zip(*pairs)
+    tokens = [entry['id'] for entry in found['content']]
+    log_probs = [entry['logprob'] for entry in found['content']]
   else:
     log_probs = found['token_logprobs']
     tokens = choice.get('token_ids') or [

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import dataclasses
+import functools
 import json
 import pathlib
 from typing import Any
@@ -95,17 +96,13 @@ class Checkpoint:
       for name in origin.names:
         self._check(self.source, name, wanted)
       known |= set(origin.names)
-      readers[path] = lambda index, origin=origin: origin.read(
-        self.source, index
-      )
+      readers[path] = functools.partial(origin.read, self.source)
     self._check_rest(set(self.source.names()) - known)
     for name in self.extras.names():
       path = tuple(name.split('.'))
       if path in shapes:
         self._check(self.extras, name, shapes[path].shape)
-        readers[path] = lambda index, name=name: np.asarray(
-          self.extras.read(name, index), np.float32
-        )
+        readers[path] = functools.partial(_read_extra, self.extras, name)
     return readers
 
   def _check(
@@ -178,6 +175,12 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
   return values
 
 
+def _read_extra(
+  source: source_lib.TensorSource, name: str, index: source_lib.Index
+) -> np.ndarray:
+  return np.asarray(source.read(name, index), np.float32)
+
+
 def _place(
   read: layout.Reader,
   shape: tuple[int, ...],
@@ -192,7 +195,7 @@ def _place(
   sharding = jax.sharding.NamedSharding(mesh, spec)
   devices: dict[tuple, list[jax.Device]] = {}
   for device, index in sharding.addressable_devices_indices_map(shape).items():
-    bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape))
+    bounds = tuple(s.indices(n)[:2] for s, n in zip(index or (), shape))
     devices.setdefault(bounds, []).append(device)
   arrays = []
   for bounds, holders in devices.items():

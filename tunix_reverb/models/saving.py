@@ -131,7 +131,8 @@ def _write_tensors(
       directory / safetensors_file.SINGLE_NAME, entries, dtype=dtype
     )
     return
-  total, names = 0, {}
+  total = 0
+  names: dict[str, str] = {}
   for i, file in enumerate(files):
     name = f'model-{i + 1:05d}-of-{len(files):05d}.safetensors'
     total += safetensors_file.write(directory / name, file, dtype=dtype)

@@ -127,7 +127,7 @@ def _environment() -> Any:
   class GenerationTag(ext.Extension):
     """`{% generation %}`: what assistants write; nothing to us."""
 
-    tags = frozenset({'generation'})
+    tags = {'generation'}  # noqa: RUF012
 
     def parse(self, parser: Any) -> Any:
       next(parser.stream)

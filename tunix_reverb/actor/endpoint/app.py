@@ -10,6 +10,7 @@ GET  /v1/models, GET /health
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from collections.abc import AsyncIterator
 from collections.abc import Awaitable
 from collections.abc import Callable
@@ -115,7 +116,7 @@ class Endpoint:
 
   async def _stream(
     self, episode: conversations_lib.Episode, asked: protocol.Request
-  ) -> AsyncIterator[str]:
+  ) -> AsyncGenerator[str, None]:
     """The events of an answer that goes out as it is written."""
     envelope = protocol.Envelope(self._model)
     async with episode.lock:
@@ -264,7 +265,9 @@ def _json_object(body: bytes) -> dict[str, Any]:
   return values
 
 
-async def _chain(first: str, events: AsyncIterator[str]) -> AsyncIterator[str]:
+async def _chain(
+  first: str, events: AsyncGenerator[str, None]
+) -> AsyncGenerator[str, None]:
   """All events; one that tells of a failure where it comes to that."""
   try:
     async with contextlib.aclosing(events):

@@ -11,7 +11,7 @@ server's event loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from collections.abc import Sequence
 import dataclasses
 import time
@@ -106,7 +106,7 @@ class Turn:
   """
 
   num_prompt_tokens: int
-  written: AsyncIterator[sessions_lib.Written]
+  written: AsyncGenerator[sessions_lib.Written, None]
 
 
 class Conversations:
@@ -323,7 +323,7 @@ class Conversations:
 
   async def _written(
     self, episode: Episode, queue: asyncio.Queue[sessions_lib.Written | None]
-  ) -> AsyncIterator[sessions_lib.Written]:
+  ) -> AsyncGenerator[sessions_lib.Written, None]:
     is_last = False
     self._queues.add(queue)
     try:
