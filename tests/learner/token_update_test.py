@@ -14,6 +14,7 @@ from tunix_reverb.learner import optimiser as optimiser_lib
 from tunix_reverb.learner import update as update_lib
 from tunix_reverb.networks.transformer import config as transformer_config
 from tunix_reverb.networks.transformer import model as model_lib
+from tunix_reverb.ops import policy_loss
 from tunix_reverb.ops import token_loss
 from tunix_reverb.sharding import mesh as mesh_lib
 from tunix_reverb.sharding import shards
@@ -55,7 +56,7 @@ _MESHES = [
 
 
 @functools.cache
-def _objective(sizes, ratio='token'):
+def _objective(sizes, ratio='token', kind='vtrace'):
   data, fsdp, sequence, tensor = sizes
   mesh = mesh_lib.make_mesh(
     jax.devices()[: data * fsdp * sequence * tensor],
@@ -65,7 +66,13 @@ def _objective(sizes, ratio='token'):
     tensor=tensor,
   )
   model = model_lib.make_transformer(_MODEL, mesh, _COMPUTE)
-  return mesh, model, objectives.token_objective(model, _LOSS, ratio=ratio)
+  objective = objectives.token_objective(
+    model,
+    _LOSS,
+    ratio=ratio,
+    policy_loss=policy_loss.PolicyLoss(kind=kind, ppo_clip_low=0.02),
+  )
+  return mesh, model, objective
 
 
 @functools.cache
@@ -369,3 +376,76 @@ def test_micro_batches_must_divide_the_rows_of_a_device():
   )
   with pytest.raises(ValueError, match=r'num_micro_batches \(3\) must divide'):
     update(_state(_SHARDED), _place(_batch(), _SHARDED))
+
+
+def _ppo_update(sizes, updates_per_batch):
+  mesh, _, objective = _objective(sizes, 'turn', 'ppo')
+  return update_lib.make_update(
+    objective, _optimiser(), mesh, updates_per_batch=updates_per_batch
+  )
+
+
+def _group_batch():
+  """With advantages, as PPO takes them."""
+  advantage = np.random.default_rng(9).normal(size=(_ROWS, _LENGTH))
+  return _batch(advantage=advantage.astype(np.float32))
+
+
+def _rows(batch, rows):
+  return jax.tree_util.tree_map(lambda x: x[np.asarray(rows)], batch)
+
+
+def test_updates_of_a_batch_stay_close_to_the_policy_before_the_first():
+  _, _, objective = _objective(_ONE, 'turn', 'ppo')
+  batch = _group_batch()
+  state, metrics = _ppo_update(_ONE, 2)(_state(_ONE), _place(batch, _ONE))
+  mesh, _, _ = _objective(_ONE)
+  prepared = jax.jit(
+    mesh_lib.shard_map(
+      objective.prepare,
+      mesh=mesh,
+      in_specs=(objective.param_specs, objective.batch_spec),
+      out_specs=objective.batch_spec,
+    )
+  )(_params(), _place(batch, _ONE))
+  once = _ppo_update(_ONE, 1)
+  by_hand, clipped, losses = _state(_ONE), [], []
+  for rows in (range(4), range(4, 8)):
+    by_hand, one = once(by_hand, _rows(prepared, rows))
+    clipped.append(float(one['ppo_clipped_low_fraction']))
+    losses.append(float(one['loss']))
+  # Only the second has gone somewhere.
+  assert clipped[0] == 0 < clipped[1]
+  np.testing.assert_allclose(metrics['loss'], np.mean(losses), rtol=1e-5)
+  np.testing.assert_allclose(
+    metrics['ppo_clipped_low_fraction'], np.mean(clipped), rtol=1e-5
+  )
+  assert (state.learner_step, by_hand.learner_step) == (1, 2)
+  jax.tree_util.tree_map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+    state.params,
+    by_hand.params,
+  )
+
+
+def test_updates_of_a_batch_on_eight_devices_equal_one():
+  """A device's first rows go into the first update, on any mesh."""
+  ends = {}
+  for sizes, rows in (
+    (_ONE, [0, 1, 4, 5, 2, 3, 6, 7]),
+    (_SHARDED, list(range(8))),
+  ):
+    batch = _rows(_group_batch(), rows)
+    state, metrics = _ppo_update(sizes, 2)(_state(sizes), _place(batch, sizes))
+    ends[sizes] = jax.device_get((metrics, state.params))
+  assert ends[_ONE][0]['ppo_clipped_low_fraction'] > 0
+  jax.tree_util.tree_map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4),
+    ends[_SHARDED],
+    ends[_ONE],
+  )
+
+
+def test_updates_per_batch_must_divide_the_rows_of_a_device():
+  with pytest.raises(ValueError, match=r'updates_per_batch \(3\) must divide'):
+    _ppo_update(_SHARDED, 3)(_state(_SHARDED), _place(_batch(), _SHARDED))
