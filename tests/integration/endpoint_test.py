@@ -58,7 +58,7 @@ def test_agents_outside_train_a_pretrained_model(start, tmp_path):
     f'--model={model}',
     f'--endpoint_port={port}',
     '--num_actors=1',
-    '--environments_per_actor=2',
+    '--environments_per_actor=1',
     '--trajectory_length=127',
     '--item_bytes=1',
     '--bucket_lengths=128',

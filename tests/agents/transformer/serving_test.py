@@ -30,11 +30,12 @@ from tunix_reverb.actor.endpoint import server  # noqa: E402
 _FLAGS = {
   'agent': 'transformer',
   'environment': 'outside',
-  'environments_per_actor': 2,
-  'trajectory_length': 255,
+  # Few programs of the engine.
+  'environments_per_actor': 1,
+  'trajectory_length': 127,
   'max_turn_tokens': 12,
   'item_bytes': 1,
-  'bucket_lengths': (256,),
+  'bucket_lengths': (128,),
   'endpoint_port': 0,
 }
 
