@@ -39,6 +39,13 @@ def test_a_short_run_on_four_virtual_devices(start, refused, tmp_path):
   assert learnt[-1]['recompiles_total'] == 0
   assert learnt[-1]['batch_fill'] > 0.7
   assert 0 < learnt[-1]['policy_lag_max'] <= 64
+  acted = binaries.metrics(tmp_path / 'run', 'actor_0')[-1]
+  assert acted['tokens_total'] > acted['actor_steps_total'] > 0
+  assert {'active_episodes', 'utilisation_permit'} <= acted.keys()
+  evaluated = binaries.metrics(tmp_path / 'run', 'evaluator')[-1]
+  rate = evaluated['evaluation_success_rate']
+  assert evaluated['evaluation_success_low'] <= rate
+  assert rate <= evaluated['evaluation_success_high']
   # Of the last version: the policy has begun to differ from the uniform one.
   assert learnt[-1]['entropy'] < learnt[0]['entropy']
   evaluator = start('evaluator', '--checkpoint=run', '--evaluation_episodes=32')
