@@ -1,6 +1,7 @@
 """A run that begins with a pretrained model, and what it leaves."""
 
 import dataclasses
+import pathlib
 
 import jax
 import numpy as np
@@ -96,3 +97,10 @@ def test_somebody_elses_server_must_be_there_to_play(path):
   agent = builder.make_agent(config)
   with pytest.raises(errors.UserError, match=r'policy_url .*127\.0\.0\.1:9'):
     agent.make_acting(config, actor_id=0, writer=None, variables=None)
+
+
+def test_the_example_of_a_pretrained_model_is_a_config():
+  path = pathlib.Path(__file__).parents[3] / 'examples' / 'smollm2.json'
+  config = flat.loads(path.read_text())
+  assert config.transformer.model.endswith('.gguf')
+  assert config.trajectories_per_update % config.transformer.group_size == 0
