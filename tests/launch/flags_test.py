@@ -20,6 +20,7 @@ agent environment seed watchdog_s
 torso hidden_sizes core core_size
 model compute_dtype remat importance_ratio
 loss tis_cap ppo_clip_low ppo_clip_high ppo_dual_clip ppo_behaviour_cap
+value_trunk
 temperature max_turns max_turn_tokens group_size advantage
 policy_url endpoint_host endpoint_port evaluate_sampled
 num_actors environments_per_actor environment_mode environment_timeout_s

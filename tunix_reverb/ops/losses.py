@@ -40,7 +40,7 @@ class LossSums(NamedTuple):
       and never below 0 (Schulman 2020, "Approximating KL divergence").
     c: trace coefficients min(c_bar, rho), without lambda.
     c_clipped: number of ratios above c_bar.
-    value: value estimates.
+    value: value estimates; 0 where advantages are given.
     clipped_high: number of actions that PPO's clip stops from above.
     clipped_low: those that it stops from below.
     clipped_dual: those that its dual clip stops.
@@ -191,12 +191,11 @@ def masked_sums(
   masked_sum = lambda x: jnp.sum(jnp.where(mask, x, jnp.zeros_like(x)))
   count = lambda x: jnp.sum((mask & x).astype(jnp.float32))
   rhos = vtrace.ratios(log_rhos)
+  zero = jnp.zeros((), jnp.float32)
   return LossSums(
     pg_loss=masked_sum(terms.loss),
     baseline_loss=(
-      jnp.zeros((), jnp.float32)
-      if vs is None
-      else masked_sum(0.5 * jnp.square(vs - values))
+      zero if vs is None else masked_sum(0.5 * jnp.square(vs - values))
     ),
     entropy=masked_sum(entropies),
     num_transitions=count(mask),
@@ -207,7 +206,7 @@ def masked_sums(
     k3=masked_sum(rhos - 1.0 - jnp.log(rhos)),
     c=masked_sum(jnp.minimum(c_bar, rhos)),
     c_clipped=count(rhos > c_bar),
-    value=masked_sum(jax.lax.stop_gradient(values)),
+    value=zero if vs is None else masked_sum(jax.lax.stop_gradient(values)),
     clipped_high=count(terms.is_clipped_high),
     clipped_low=count(terms.is_clipped_low),
     clipped_dual=count(terms.is_clipped_dual),

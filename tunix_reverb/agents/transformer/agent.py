@@ -96,4 +96,5 @@ def make_agent(config: config_lib.ExperimentConfig) -> TransformerAgent:
   model = pretrained.architecture(
     checkpoint, name, vocabulary_size=play.vocabulary_size
   )
+  model = dataclasses.replace(model, value_trunk=config.transformer.value_trunk)
   return TransformerAgent(play, model, play.columns(), checkpoint)

@@ -52,7 +52,8 @@ class TransformerConfig:
     'vtrace',
     'What the policy is moved by: V-trace; truncated importance sampling (tis) '
     'for small lags; decoupled PPO (ppo) for several updates_per_batch; or '
-    'uncorrected, when no data are older than the policy.',
+    'uncorrected, when no data are older than the policy. On the advantages of '
+    'groups, vtrace is tis with the cap rho_bar.',
     LOSSES,
   )
   tis_cap: float = fields.field(
@@ -71,6 +72,11 @@ class TransformerConfig:
   )
   ppo_behaviour_cap: float = fields.field(
     5.0, 'Tokens whose ratio to the behaviour policy is above are left out.'
+  )
+  value_trunk: bool = fields.field(
+    False,
+    'Values come from layers of their own, as many as the policy has, and not '
+    'from its last: for learned values and data that are many updates old.',
   )
   temperature: float = fields.field(
     1.0,
@@ -124,6 +130,13 @@ class TransformerConfig:
       self.model,
       f'be one of {", ".join(presets.PRESETS)}, or a path with a slash of a '
       'pretrained model',
+    )
+    fields.require(
+      not self.value_trunk or self.model in presets.PRESETS,
+      'value_trunk',
+      self.value_trunk,
+      f'be false with a pretrained model ({self.model}), whose values come '
+      'from its own layers',
     )
     fields.positive(self, 'group_size')
     fields.non_negative(self, 'max_turns', 'max_turn_tokens')

@@ -64,6 +64,8 @@ class TransformerConfig:
     qkv_bias: biases of the query, key and value projections (Qwen2).
     tied_embeddings: the policy head is the embedding, transposed.
     init_scale: standard deviation of fresh matrices.
+    value_trunk: values come from an embedding and layers of their own, as many
+      as the policy's, which actors do without.
   """
 
   vocabulary_size: int
@@ -80,6 +82,7 @@ class TransformerConfig:
   qkv_bias: bool = False
   tied_embeddings: bool = False
   init_scale: float = 0.02
+  value_trunk: bool = False
 
   def __post_init__(self) -> None:
     for name in (

@@ -80,13 +80,16 @@ def empty_cache(
 def prepare(params: types.Nest, dtype: str) -> types.Nest:
   """`params` f32 as `read` takes them: matrices of layers in `dtype`.
 
-  Once for each version, not in every call.
+  Without those of the values, for which acting has no use. Once for each
+  version, not in every call.
   """
   cast = {
     name: param if name.endswith('_norm') else param.astype(dtype)
     for name, param in params['layers'].items()
   }
-  return {**params, 'layers': cast}
+  values = ('value_head', 'value_trunk')
+  policy = {k: v for k, v in params.items() if k not in values}
+  return {**policy, 'layers': cast}
 
 
 def prepared_shapes(

@@ -125,16 +125,16 @@ class Transformer:
       segment_ids,
       positions.row_from_shard(segment_ids),
     )
-    x = self._embed(params, tokens)
-    x = self._layers(params['layers'], x, row)
-    features = layers.rms_norm(
-      x, params['final_norm'], self.config.norm_epsilon
-    )
+    features = self._features(params, self.param_specs, tokens, row)
+    value_features = features
+    if self.config.value_trunk:
+      value_features = self._features(
+        params['value_trunk'], self.param_specs['value_trunk'], tokens, row
+      )
     own_next = positions.own_from_shard(next_tokens, self.mesh)
     log_prob, entropy = self._policy_head(params, features, own_next)
-    return TokenOutputs(
-      log_prob, entropy, _value_head(params['value_head'], features)
-    )
+    value = _value_head(params['value_head'], value_features)
+    return TokenOutputs(log_prob, entropy, value)
 
   def _check_length(self, length: int) -> None:
     size = self.mesh.shape[mesh_lib.TENSOR]
@@ -147,9 +147,26 @@ class Transformer:
   def _gather(self, params: types.Nest, name: str, dtype: Any) -> jax.Array:
     return shards.gather(params[name], self.param_specs[name], dtype)
 
-  def _embed(self, params: types.Nest, tokens: jax.Array) -> jax.Array:
+  def _features(
+    self,
+    params: types.Nest,
+    param_specs: types.Nest,
+    tokens: jax.Array,
+    row: layers.Row,
+  ) -> jax.Array:
+    """What a trunk makes of i32 [b, l], f32 [b, o, D]."""
+    x = self._embed(params['embedding'], param_specs['embedding'], tokens)
+    x = self._layers(params['layers'], param_specs['layers'], x, row)
+    return layers.rms_norm(x, params['final_norm'], self.config.norm_epsilon)
+
+  def _embed(
+    self,
+    table: jax.Array,
+    spec: jax.sharding.PartitionSpec,
+    tokens: jax.Array,
+  ) -> jax.Array:
     """i32 [b, l] -> [b, o, D]."""
-    table = self._gather(params, 'embedding', self.compute.dtype)
+    table = shards.gather(table, spec, self.compute.dtype)
     size = table.shape[0]
     index = tokens - jax.lax.axis_index(mesh_lib.TENSOR) * jnp.int32(size)
     is_here = (index >= 0) & (index < size)
@@ -158,7 +175,11 @@ class Transformer:
     return positions.own_from_partial_sums(x)
 
   def _layers(
-    self, params: types.Nest, x: jax.Array, row: layers.Row
+    self,
+    params: types.Nest,
+    param_specs: types.Nest,
+    x: jax.Array,
+    row: layers.Row,
   ) -> jax.Array:
     attention = attention_lib.Attention(
       self.mesh, self.compute.attention, self.compute.attention_block
@@ -166,7 +187,7 @@ class Transformer:
 
     def body(x: jax.Array, layer: types.Nest) -> tuple[jax.Array, tuple[()]]:
       x = layers.block(
-        self._gather_layer(layer),
+        self._gather_layer(layer, param_specs),
         x,
         row,
         config=self.config,
@@ -180,9 +201,10 @@ class Transformer:
     x, _ = jax.lax.scan(body, x, params)
     return x
 
-  def _gather_layer(self, layer: types.Nest) -> dict[str, jax.Array]:
+  def _gather_layer(
+    self, layer: types.Nest, specs: types.Nest
+  ) -> dict[str, jax.Array]:
     """Shards of one layer -> what `layers.block` takes."""
-    specs = self.param_specs['layers']
     return {
       name: shards.gather(
         shard,

@@ -92,10 +92,13 @@ def _layout(config: config_lib.TransformerConfig) -> types.Nest:
     (config.vocabulary_size, config.model_size), _P(_T, _D), config.init_scale
   )
   norm = _Leaf((config.model_size,), _P(), mean=1.0)
-  layout = {
+  trunk = {
     'embedding': vocabulary,
     'layers': _attention(config) | _mlp(config),
     'final_norm': norm,
+  }
+  layout = {
+    **trunk,
     'value_head': {
       'kernel': _Leaf((config.model_size,), _P()),
       'bias': _Leaf((), _P()),
@@ -103,6 +106,8 @@ def _layout(config: config_lib.TransformerConfig) -> types.Nest:
   }
   if not config.tied_embeddings:
     layout['head'] = vocabulary
+  if config.value_trunk:
+    layout['value_trunk'] = trunk
   return layout
 
 
