@@ -8,8 +8,8 @@
 - `blocked`: plain JAX on any backend.
 - `reference`: plain JAX, all scores at once; for tests and short rows.
 
-A decode step with a key and value cache is `reference_attention` of one query
-per row: the cache's free slots have segment id 0, and `q_start` is its size.
+Reading through a key and value cache (see `decoding`) is `reference_attention`
+of a few queries per row, which `q_start` says the positions of.
 
 Letters: B rows, Q and S positions of queries and keys, H query heads, K key
 and value heads, d head size.
@@ -131,7 +131,8 @@ def reference_attention(
     values: [B, S, K, d].
     q_segment_ids: i32 [B, Q], 0 is padding.
     kv_segment_ids: i32 [B, S].
-    q_start: i32 [], the position of the first query among the keys.
+    q_start: i32 [] or [B, 1, 1], the position of the first query among the
+      keys.
 
   Returns:
     [B, Q, H, d] of the queries' dtype, 0 on padding.
@@ -156,7 +157,9 @@ def reference_attention(
   scores = jnp.where(mask, scores, -1e30)
   weights = jnp.where(mask, jax.nn.softmax(scores), 0.0).astype(values.dtype)
   outputs = jnp.einsum(
-    'bkns,bksd->bknd', weights.reshape(rows, kv_heads, -1, keys.shape[2]), values
+    'bkns,bksd->bknd',
+    weights.reshape(rows, kv_heads, -1, keys.shape[2]),
+    values,
   ).reshape(grouped.shape)
   return jnp.transpose(outputs, (0, 3, 1, 2, 4)).reshape(queries.shape)
 
