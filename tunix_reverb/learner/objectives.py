@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import dataclasses
+import functools
 from typing import Any
 from typing import TYPE_CHECKING
 
@@ -186,14 +187,7 @@ def token_objective(
     return _share(_count(batch, rows), (mesh_lib.TENSOR,))
 
   # Per-device shapes inside: batch [b, L / sequence], see `positions`.
-  def apply(params: types.Nest, batch: types.Batch) -> model_lib.TokenOutputs:
-    return model.apply(
-      params,
-      batch.observation.astype(jnp.int32),
-      batch.action.astype(jnp.int32),
-      batch.segment_ids,
-      batch.segment_positions,
-    )
+  apply = functools.partial(_apply, model)
 
   def prepare(params: types.Nest, batch: types.Batch) -> types.Batch:
     log_probs = positions.shard_from_own(apply(params, batch).log_prob)
@@ -230,6 +224,18 @@ def token_objective(
     loss_sums=loss_sums,
     loss_config=loss_config,
     prepare=prepare if policy_loss.kind == 'ppo' else None,
+  )
+
+
+def _apply(
+  model: model_lib.Transformer, params: types.Nest, batch: types.Batch
+) -> model_lib.TokenOutputs:
+  return model.apply(
+    params,
+    batch.observation.astype(jnp.int32),
+    batch.action.astype(jnp.int32),
+    batch.segment_ids,
+    batch.segment_positions,
   )
 
 

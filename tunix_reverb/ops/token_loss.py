@@ -124,24 +124,18 @@ class TokenLoss:
     vs = None
     if advantages is None:
       arrives = self.rows.from_next(is_action | ~is_transition)
-      discounts = jnp.where(
-        arrives, discounts * self.discount_factor, discounts
-      )
+      discount_t = discounts * jnp.where(arrives, self.discount_factor, 1.0)
       vs, advantages = self._targets(
-        values, rewards, discounts, log_rhos, is_transition, is_decision
+        values, rewards, discount_t, log_rhos, is_transition, is_decision
       )
     weight_log_rhos = log_rhos
     if self.policy.kind == 'ppo' and proximal_log_probs is not None:
       weight_log_rhos, _ = decisions(proximal_log_probs)
+    terms = self._terms(
+      log_probs, advantages, weight_log_rhos, proximal_log_probs
+    )
     return losses.masked_sums(
-      policy_loss.policy_terms(
-        log_probs,
-        advantages,
-        weight_log_rhos,
-        proximal_log_probs,
-        config=self.policy,
-        rho_bar=self.rho_bar,
-      ),
+      terms,
       is_action,
       entropies=entropies,
       values=values,
@@ -155,6 +149,23 @@ class TokenLoss:
         jax.lax.stop_gradient(log_probs) - behaviour_log_probs,
         jnp.nan,
       ),
+    )
+
+  def _terms(
+    self,
+    log_probs: jax.Array,
+    advantages: jax.Array,
+    log_rhos: jax.Array,
+    proximal_log_probs: jax.Array | None,
+  ) -> policy_loss.PolicyTerms:
+    """See `policy_loss.policy_terms`."""
+    return policy_loss.policy_terms(
+      log_probs,
+      advantages,
+      log_rhos,
+      proximal_log_probs,
+      config=self.policy,
+      rho_bar=self.rho_bar,
     )
 
   def _targets(
