@@ -42,11 +42,12 @@ _OWN_FLAGS = {
     'remat',
     'compiler',
   },
+  'transcripts': {'run_dir', 'last', 'policy_version', 'tokens'},
   'replay_server': _ROLE
   | {'server_index', 'port', 'columns_file', 'replay_restore'},
 }
 # Those that do not take the config of a run.
-_WITHOUT_CONFIG = ('check_environment', 'plan')
+_WITHOUT_CONFIG = ('check_environment', 'plan', 'transcripts')
 
 
 def test_every_binary_is_listed():
@@ -74,7 +75,8 @@ def test_help_is_quick_and_complete(start, name):
 @pytest.mark.parametrize('name', _OWN_FLAGS)
 def test_a_bad_flag_is_one_quick_line(refused, name):
   start_s = time.monotonic()
-  flag, meant = ('mode', 'model') if name == 'plan' else ('sed', 'seed')
+  others = {'plan': ('mode', 'model'), 'transcripts': ('las', 'last')}
+  flag, meant = others.get(name, ('sed', 'seed'))
   line = refused(name, f'--{flag}=1')
   assert time.monotonic() - start_s < 2.0
   assert line == f'error: unknown flag --{flag}; did you mean --{meant}?'

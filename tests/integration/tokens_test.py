@@ -51,6 +51,12 @@ def test_a_short_run_on_four_virtual_devices(start, refused, tmp_path):
   evaluator = start('evaluator', '--checkpoint=run', '--evaluation_episodes=32')
   assert evaluator.wait(60) == 0, evaluator.err
   assert 'over 32 episodes' in evaluator.out
+  viewer = start('transcripts', '--run_dir=run', '--last=2')
+  assert viewer.wait(30) == 0, viewer.err
+  assert viewer.out.count('episode of version') == 2
+  assert viewer.out.count('policy: ') == 2
+  line = refused('transcripts', '--run_dir=.')
+  assert 'run_dir (.) must hold transcripts' in line
   line = refused(
     'learner', *_TOKENS[:-1], '--tensor_axis=2', '--replay_servers=localhost:1'
   )

@@ -18,8 +18,12 @@ def _transcript(**kwargs):
       {'role': 'assistant', 'content': 'x' * 500},
     ],
     'turns': [
-      {'text': '<call>', 'calls': [{'name': 'lookup', 'duration_s': 0.0021}]},
-      {'text': 'x' * 500, 'calls': []},
+      {
+        'text': '<call>',
+        'tokens': [1],
+        'calls': [{'name': 'lookup', 'duration_s': 0.0021}],
+      },
+      {'text': 'x' * 500, 'tokens': [7], 'calls': []},
     ],
     'score': 1.0,
     'outcome': 'terminated',
@@ -38,6 +42,10 @@ def test_an_episode_is_told_in_a_line_for_each_message():
     'tool: error: no',
   ]
   assert lines[4].endswith('xxx ...') and len(lines[4]) < 200
+  text = transcripts.render(
+    {'policy_version': 9} | _transcript(), with_tokens=True
+  )
+  assert 'policy: <call>   [1]' in text
   truncated = _transcript(score=None, outcome='truncated')
   text = transcripts.render({'policy_version': 9} | truncated)
   assert text.startswith('episode of version 9: truncated, reward 1.1\n')
@@ -51,6 +59,7 @@ def test_the_first_few_of_each_evaluation_are_kept(tmp_path):
   transcripts.write(tmp_path, [], 6)
   lines = (tmp_path / transcripts.FILE).read_text().splitlines()
   rows = [json.loads(line) for line in lines]
+  assert transcripts.read(tmp_path) == rows
   assert [row['policy_version'] for row in rows] == [3] * 8 + [4] * 8
   assert rows[8] == {'policy_version': 4, **episodes[0]}
 
@@ -76,3 +85,11 @@ def test_not_more_often_than_it_is_told(tmp_path):
   assert follower.poll().startswith('episode of version 4')
   transcripts.write(tmp_path, [_transcript()], 5)
   assert follower.poll() == ''
+
+
+def test_what_a_crash_has_cut_off_is_left_out(tmp_path):
+  assert transcripts.read(tmp_path) == []
+  transcripts.write(tmp_path, [_transcript()], 3)
+  with (tmp_path / transcripts.FILE).open('a') as file:
+    file.write('{"cut": ')
+  assert len(transcripts.read(tmp_path)) == 1

@@ -43,6 +43,23 @@ def write(
       file.write(json.dumps(row, ensure_ascii=False) + '\n')
 
 
+def read(run_dir: pathlib.Path) -> list[dict[str, Any]]:
+  """All episodes of a run, in the order in which they were played.
+
+  What a crash has cut off is left out.
+  """
+  path = run_dir / FILE
+  if not path.exists():
+    return []
+  rows = []
+  for line in path.read_text(encoding='utf-8').splitlines():
+    try:
+      rows.append(json.loads(line))
+    except ValueError:
+      continue
+  return rows
+
+
 class Follower:
   """Shows an episode now and then while they are being written."""
 
@@ -67,8 +84,13 @@ class Follower:
     return render(json.loads(complete.rpartition(b'\n')[2]))
 
 
-def render(transcript: Mapping[str, Any]) -> str:
-  """An episode as people read it, a line for each message."""
+def render(transcript: Mapping[str, Any], *, with_tokens: bool = False) -> str:
+  """An episode as people read it, a line for each message.
+
+  Args:
+    transcript: a row of the file.
+    with_tokens: shows the tokens of each turn of the policy after its text.
+  """
   score = transcript['score']
   lines = [
     f'episode of version {transcript["policy_version"]}: '
@@ -76,7 +98,10 @@ def render(transcript: Mapping[str, Any]) -> str:
     + ('' if score is None else f', score {score:.3g}')
   ]
   calls = itertools.chain(*(turn['calls'] for turn in transcript['turns']))
-  texts = (turn['text'] for turn in transcript['turns'])
+  texts = (
+    turn['text'] + (f'   {turn["tokens"]}' if with_tokens else '')
+    for turn in transcript['turns']
+  )
   for message in transcript['messages']:
     if message['role'] == 'system':
       continue
