@@ -57,11 +57,8 @@ class Play:
 
   def columns(self) -> types.Trajectories:
     """`specs.ColumnSpec` of every column of an item."""
-    token = dm_specs.DiscreteArray(self.vocabulary_size)
     return specs.trajectories_spec(
-      self.environment._replace(
-        observation=specs.stored_action_spec(token), action=token
-      ),
+      turns.stored_spec(self.environment),
       has_turns=True,
       has_advantage=self.options.group_size > 1,
     )
@@ -99,7 +96,9 @@ def make_play(
     limits = getattr(environment, 'limits', None)
     if limits is not None:
       limits = _limits(config, limits)
-      action = turns.action_spec(limits.max_turn_tokens, _vocabulary(action))
+      action = turns.action_spec(
+        limits.max_turn_tokens, turns.vocabulary_size(action)
+      )
     own_format = getattr(environment, 'chat_format', None)
     return Play(
       environment=specs.make_environment_spec(environment),
@@ -107,7 +106,7 @@ def make_play(
       stop_tokens=() if own_format is None else own_format.stop_tokens,
       chat_format=own_format,
       max_turn_tokens=action.shape[0],
-      vocabulary_size=_vocabulary(action),
+      vocabulary_size=turns.vocabulary_size(action),
     )
   finally:
     environment.close()
@@ -136,19 +135,15 @@ def _outside(
   )
 
 
-def _vocabulary(action: dm_specs.BoundedArray) -> int:
-  return int(np.max(action.maximum)) + 1
-
-
 def _limits(
   config: config_lib.ExperimentConfig, limits: task_lib.Limits
 ) -> task_lib.Limits:
   """The task's limits with what the config changes."""
   settings = config.transformer
-  return task_lib.Limits(
+  return dataclasses.replace(
+    limits,
     max_turns=settings.max_turns or limits.max_turns,
     max_turn_tokens=settings.max_turn_tokens or limits.max_turn_tokens,
-    max_observation_tokens=limits.max_observation_tokens,
     max_tokens=min(limits.max_tokens, config.actor.trajectory_length + 1),
   )
 
