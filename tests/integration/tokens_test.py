@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 
 import binaries
 import pytest
@@ -42,19 +43,12 @@ def test_a_short_run_on_four_virtual_devices(start, refused, tmp_path):
   acted = binaries.metrics(tmp_path / 'run', 'actor_0')[-1]
   assert acted['tokens_total'] > acted['actor_steps_total'] > 0
   assert {'active_episodes', 'utilisation_permit'} <= acted.keys()
-  evaluated = binaries.metrics(tmp_path / 'run', 'evaluator')[-1]
-  rate = evaluated['evaluation_success_rate']
-  assert evaluated['evaluation_success_low'] <= rate
-  assert rate <= evaluated['evaluation_success_high']
   # Of the last version: the policy has begun to differ from the uniform one.
   assert learnt[-1]['entropy'] < learnt[0]['entropy']
   evaluator = start('evaluator', '--checkpoint=run', '--evaluation_episodes=32')
   assert evaluator.wait(60) == 0, evaluator.err
   assert 'over 32 episodes' in evaluator.out
-  viewer = start('transcripts', '--run_dir=run', '--last=2')
-  assert viewer.wait(30) == 0, viewer.err
-  assert viewer.out.count('episode of version') == 2
-  assert viewer.out.count('policy: ') == 2
+  assert re.search(r'success \d+ of 32 \(95% confidence', evaluator.out)
   line = refused('transcripts', '--run_dir=.')
   assert 'run_dir (.) must hold transcripts' in line
   line = refused(
@@ -126,3 +120,7 @@ def test_a_tiny_transformer_learns_to_use_a_tool(start, tmp_path, seed):
     call['error'] for turn in last['turns'] for call in turn['calls']
   ] == [None]
   assert 'tool lookup' in local.out and 'policy: ' in local.out
+  viewer = start('transcripts', '--run_dir=run', '--last=2')
+  assert viewer.wait(30) == 0, viewer.err
+  assert viewer.out.count('episode of version') == 2
+  assert viewer.out.count('policy: ') == 4
