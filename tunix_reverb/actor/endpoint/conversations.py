@@ -182,6 +182,7 @@ class Conversations:
     if added is None:
       await self._begin_segment(episode)
     queue: asyncio.Queue[sessions_lib.Written | None] = asyncio.Queue()
+    self._queues.add(queue)
     loop = asyncio.get_running_loop()
     listener = lambda written: loop.call_soon_threadsafe(
       queue.put_nowait, written
@@ -325,7 +326,6 @@ class Conversations:
     self, episode: Episode, queue: asyncio.Queue[sessions_lib.Written | None]
   ) -> AsyncGenerator[sessions_lib.Written, None]:
     is_last = False
-    self._queues.add(queue)
     try:
       while not is_last:
         try:
