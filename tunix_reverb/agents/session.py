@@ -17,6 +17,7 @@ from tunix_reverb.learner import checkpoints
 from tunix_reverb.learner import group as group_lib
 from tunix_reverb.learner import learner as learner_lib
 from tunix_reverb.learner import publisher as publisher_lib
+from tunix_reverb.sharding import processes
 from tunix_reverb.telemetry import compiles
 from tunix_reverb.telemetry import logger as logger_lib
 from tunix_reverb.telemetry import milestones as milestones_lib
@@ -184,6 +185,8 @@ class LearnerSession:
         'run_dir must be a directory that all of them share'
       )
     self.learner.policy_version = self._group.first('policy_version')
+    if self._group.size > 1:
+      processes.compile_barrier()
 
   def stop(self) -> None:
     """Makes `run` return soon; safe from any thread."""

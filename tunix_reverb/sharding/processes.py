@@ -17,6 +17,7 @@ import json
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 import numpy as np
 
 from tunix_reverb import errors
@@ -26,6 +27,14 @@ from tunix_reverb.sharding import mesh as mesh_lib
 _PREFIX = 'tunix_reverb'
 
 Words = Mapping[str, int]
+
+
+def compile_barrier() -> None:
+  """Compiles the collective in which Orbax has the processes meet.
+
+  All of them must call it; else the first checkpoint of a run compiles it.
+  """
+  multihost_utils.sync_global_devices(_PREFIX)
 
 
 class Exchange:
