@@ -16,7 +16,9 @@ from tunix_reverb.environments.tasks import bonus
 from tunix_reverb.environments.tasks import code
 from tunix_reverb.environments.tasks import code_problems
 from tunix_reverb.environments.tasks import reasoning
+from tunix_reverb.environments.tools import bubblewrap
 from tunix_reverb.environments.tools import calls
+from tunix_reverb.environments.tools import monty
 from tunix_reverb.environments.tools import sandbox
 from tunix_reverb.environments.tools import task
 from tunix_reverb.environments.tools import tool_environment
@@ -95,9 +97,15 @@ def test_bonus_arguments():
     read('5/2')
 
 
-@pytest.fixture(scope='module')
-def box():
-  with contextlib.closing(sandbox.find(sandbox.Limits(cpu_s=1))) as made:
+@pytest.fixture(
+  params=[bubblewrap.Bubblewrap, monty.Monty], ids=['bubblewrap', 'monty']
+)
+def box(request):
+  try:
+    made = request.param(sandbox.Limits(cpu_s=1))
+  except errors.UserError as e:
+    pytest.skip(str(e))
+  with contextlib.closing(made):
     yield made
 
 
