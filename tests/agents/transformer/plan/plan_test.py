@@ -152,7 +152,8 @@ def test_flops_are_those_of_a_hand_count(program):
   # Forward once, backward twice, and forward once more but for what only the
   # next layer needs.
   products = num_tokens * model.num_layers * 2 * (4 * layer - down)
-  head = num_tokens * 4 * 2 * model.vocabulary_size * model.model_size
+  # Logits, of a single block, once.
+  head = num_tokens * 3 * 2 * model.vocabulary_size * model.model_size
   # Two products forward, five backward, for each block of 512 keys up to the
   # query's own; all is counted as of the device with the last positions.
   attention = num_tokens * model.num_layers * 7 * 2 * heads * 512 * 2
