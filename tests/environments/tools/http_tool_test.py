@@ -2,6 +2,7 @@
 
 import contextlib
 import http.server
+import sys
 import threading
 
 import pytest
@@ -222,3 +223,9 @@ def test_bad_places_are_refused(places, words):
   assert words in str(raised.value)
   with pytest.raises(errors.UserError, match='timeout_s'):
     http_tool.make(['http://127.0.0.1'], timeout_s=None)
+
+
+def test_a_missing_library_is_named(monkeypatch):
+  monkeypatch.setitem(sys.modules, 'httpx', None)
+  with pytest.raises(errors.MissingExtraError, match=r'\[agents\]'):
+    http_tool.make(['http://127.0.0.1'])

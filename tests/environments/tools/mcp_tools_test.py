@@ -217,3 +217,9 @@ def test_mistakes_are_told():
     mcp_tools.McpServer([])
   with pytest.raises(errors.UserError, match='timeout_s'):
     mcp_tools.McpServer(['x'], limits=tool.Limits(timeout_s=None))
+
+
+def test_a_missing_library_is_named(monkeypatch):
+  monkeypatch.setitem(sys.modules, 'mcp', None)
+  with pytest.raises(errors.MissingExtraError, match=r'\[agents\]'):
+    mcp_tools.McpServer(['x'])

@@ -98,10 +98,14 @@ def make(
 
   Raises:
     errors.UserError: no place, or one that is no URL.
-    ImportError: httpx is not installed.
+    errors.MissingExtraError: httpx is not installed.
   """
-  import httpx  # noqa: F401 - found missing now, not at a call.
-
+  try:
+    import httpx  # noqa: F401 - found missing now, not at a call.
+  except ImportError as e:
+    raise errors.MissingExtraError(
+      f"the http tool needs httpx ({e}): pip install 'tunix_reverb[agents]'"
+    ) from e
   try:
     allowed = [Place.parse(url) for url in places]
   except ValueError as e:

@@ -52,8 +52,15 @@ class McpServer:
       limits: of each of its tools; a `timeout_s` is needed.
 
     Raises:
+      errors.MissingExtraError: mcp is not installed.
       errors.UserError: the target is empty, or the limits have no timeout.
     """
+    try:
+      import mcp  # noqa: F401 - found missing now, not in the thread.
+    except ImportError as e:
+      raise errors.MissingExtraError(
+        f"MCP servers need mcp ({e}): pip install 'tunix_reverb[agents]'"
+      ) from e
     if not target:
       raise errors.UserError('target (empty) must be a URL or a command')
     self._target = target
