@@ -55,6 +55,7 @@ class TokenLoss:
     ratio: an importance ratio for each 'token' or 'turn', or for each turn the
       geometric mean over its tokens, 'turn_geometric'.
     rows: how the rows lie on the devices.
+    all_axes: inside `shard_map`, the axes of the mesh; () outside.
   """
 
   discount_factor: float
@@ -64,6 +65,7 @@ class TokenLoss:
   policy: policy_loss.PolicyLoss = policy_loss.VTRACE
   ratio: Ratio = 'token'
   rows: recurrence.Rows = recurrence.WHOLE
+  all_axes: tuple[str, ...] = ()
 
   def __post_init__(self) -> None:
     if self.ratio not in RATIOS:
@@ -128,14 +130,13 @@ class TokenLoss:
       vs, advantages = self._targets(
         values, rewards, discount_t, log_rhos, is_transition, is_decision
       )
-    weight_log_rhos = log_rhos
+    log_weights = log_rhos
     if self.policy.kind == 'ppo' and proximal_log_probs is not None:
-      weight_log_rhos, _ = decisions(proximal_log_probs)
-    terms = self._terms(
-      log_probs, advantages, weight_log_rhos, proximal_log_probs
-    )
+      log_weights, _ = decisions(proximal_log_probs)
     return losses.masked_sums(
-      terms,
+      self._terms(
+        log_probs, advantages, log_weights, proximal_log_probs, is_action
+      ),
       is_action,
       entropies=entropies,
       values=values,
@@ -157,8 +158,12 @@ class TokenLoss:
     advantages: jax.Array,
     log_rhos: jax.Array,
     proximal_log_probs: jax.Array | None,
+    is_action: jax.Array,
   ) -> policy_loss.PolicyTerms:
     """See `policy_loss.policy_terms`."""
+    weights = policy_loss.weights(log_rhos, self.policy)
+    if weights is not None:
+      advantages = self._centred(advantages, weights, is_action)
     return policy_loss.policy_terms(
       log_probs,
       advantages,
@@ -167,6 +172,23 @@ class TokenLoss:
       config=self.policy,
       rho_bar=self.rho_bar,
     )
+
+  def _centred(
+    self, advantages: jax.Array, weights: jax.Array, is_action: jax.Array
+  ) -> jax.Array:
+    """Less their weighted mean over the batch, or micro-batch, of all devices.
+
+    A baseline is free on policy, and with exact ratios, because log pi has no
+    gradient on average. With ratios that are cut it has: whatever advantages
+    have in common then draws the policy to those that acted or, if it is below
+    0, drives it away from them, faster and faster.
+    """
+    total = lambda x: jnp.sum(jnp.where(is_action, weights * x, 0.0))
+    sums = jnp.stack([total(advantages), total(jnp.ones_like(weights))])
+    if self.all_axes:
+      sums = jax.lax.psum(sums, self.all_axes)
+    mean = sums[0] / jnp.maximum(sums[1], 1e-6)
+    return advantages - jax.lax.stop_gradient(mean)
 
   def _targets(
     self,
@@ -177,8 +199,8 @@ class TokenLoss:
     is_transition: jax.Array,
     is_decision: jax.Array,
   ) -> tuple[jax.Array, jax.Array]:
-    """(what the values are to be, advantages), by V-trace."""
-    if self.policy.kind == 'uncorrected':
+    """(what the values are to be, advantages): V-trace, or lambda-returns."""
+    if self.policy.kind != 'vtrace':
       log_rhos = jnp.zeros_like(log_rhos)
     targets = vtrace.vtrace(
       values,
