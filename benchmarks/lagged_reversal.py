@@ -1,0 +1,379 @@
+"""The reversal task, learnt from params of a fixed number of updates ago.
+
+A tiny transformer from scratch reads 4 symbols of 8 and writes them in reverse,
+then the end token; the reward is the fraction of these five tokens that are
+right. Every update takes 256 episodes, sampled by the params of `lag` updates
+before: the staleness of asynchronous actors, but exact and without them.
+Packer, losses and update are the product's, and the actor's forward pass
+samples, all turns of all episodes in one program.
+
+Before each of its tokens the policy reads a marker that says which one it is
+to write: an episode is five turns of one token, and the prompt ends with the
+first marker. Rotary positions tell distances only, and without markers the
+policy has settled on repeating the prompt's symbols long before it finds out
+where it is.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+from dm_env import specs as dm_specs
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tunix_reverb import specs
+from tunix_reverb import types
+from tunix_reverb.actor import groups
+from tunix_reverb.batching import buckets
+from tunix_reverb.batching import packer as packer_lib
+from tunix_reverb.learner import objectives
+from tunix_reverb.learner import optimiser as optimiser_lib
+from tunix_reverb.learner import update as update_lib
+from tunix_reverb.networks.transformer import config as config_lib
+from tunix_reverb.networks.transformer import decoding
+from tunix_reverb.networks.transformer import model as model_lib
+from tunix_reverb.networks.transformer import presets
+from tunix_reverb.ops import policy_loss
+from tunix_reverb.sharding import mesh as mesh_lib
+
+END, FIRST_SYMBOL = 0, 1
+NUM_SYMBOLS = 8
+FIRST_MARKER = FIRST_SYMBOL + NUM_SYMBOLS
+VOCABULARY_SIZE = 16
+PROMPT_LENGTH = 5  # Four symbols and the first marker.
+ANSWER_LENGTH = 5  # Four symbols and the end.
+# After the prompt, tokens of the policy and markers take turns.
+LENGTH = PROMPT_LENGTH + 2 * ANSWER_LENGTH - 1
+EPISODES = 256
+GROUP_SIZE = 8
+HIT = 0.95
+WINDOW = 10  # Updates over which exact matches are averaged.
+MODEL = dataclasses.replace(
+  presets.get('tiny'), vocabulary_size=VOCABULARY_SIZE, init_scale=0.06
+)
+_TRAJECTORIES_PER_ROW = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+  """What one run is made of.
+
+  Attributes:
+    loss_config: constants of the loss.
+    objective: keyword arguments of `objectives.token_objective`.
+    model: what the transformer is.
+    has_groups: advantages come from the groups of episodes of one prompt.
+    lag: updates between the params that sample and those that are updated.
+    updates_per_batch: see `update.make_update`; the lag is in batches.
+    learning_rate: Adam's, constant.
+    max_updates: after which the run ends if it has not hit before.
+    seed: of everything.
+  """
+
+  loss_config: objectives.LossConfig
+  objective: dict[str, Any] = dataclasses.field(default_factory=dict)
+  model: config_lib.TransformerConfig = MODEL
+  has_groups: bool = True
+  lag: int = 16
+  updates_per_batch: int = 1
+  learning_rate: float = 3e-3
+  max_updates: int = 150
+  seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+  """How a run went.
+
+  Attributes:
+    hit: the first update at which the mean exact match of the last ten is at
+      least 95%, counted from 1; None if there was none.
+    exact: share of the episodes of each update whose answer is right.
+    metrics: of the last update.
+  """
+
+  hit: int | None
+  exact: list[float]
+  metrics: dict[str, float]
+
+  @property
+  def last(self) -> float:
+    """The mean exact match at the end."""
+    return float(np.mean(self.exact[-WINDOW:]))
+
+
+def runs() -> dict[str, tuple[Run, bool]]:
+  """By name, what is run with seed 0, and whether it is to hit.
+
+  Advantages are those of the groups, but for V-trace those of its critic, which
+  has a trunk of its own.
+  """
+  # The former have a standard deviation of 1, the latter of about 0.15: the
+  # bonus of entropy weighs the same against both.
+  of_groups = objectives.LossConfig(discount_factor=1.0, entropy_cost=0.1)
+  of_critic = dataclasses.replace(of_groups, entropy_cost=0.015)
+
+  def make(
+    kind: policy_loss.Kind,
+    loss_config: objectives.LossConfig = of_groups,
+    **kwargs: Any,
+  ) -> Run:
+    return Run(
+      loss_config=loss_config,
+      objective={'policy_loss': policy_loss.PolicyLoss(kind=kind)},
+      **kwargs,
+    )
+
+  return {
+    'uncorrected_lag0': (make('uncorrected', lag=0), True),
+    'uncorrected': (make('uncorrected'), False),
+    'tis': (make('tis'), True),
+    'ppo': (make('ppo'), True),
+    'vtrace': (
+      make(
+        'vtrace',
+        of_critic,
+        has_groups=False,
+        model=dataclasses.replace(MODEL, value_trunk=True),
+      ),
+      True,
+    ),
+  }
+
+
+def run(
+  spec: Run, report: Callable[[int, float, dict[str, float]], None]
+) -> Result:
+  """Learns until it hits, or for `max_updates`.
+
+  Args:
+    spec: what to run.
+    report: called after each update with (its number, the mean exact match of
+      the last ten, its metrics).
+  """
+  learner = _Learner(spec)
+  rng = np.random.default_rng(spec.seed)
+  exact: list[float] = []
+  for step in range(1, spec.max_updates + 1):
+    item = learner.act(rng)
+    exact.append(_is_exact(item))
+    metrics = learner.update(item)
+    mean = float(np.mean(exact[-WINDOW:]))
+    report(step, mean, metrics)
+    if step >= WINDOW and mean >= HIT:
+      return Result(step, exact, metrics)
+  return Result(None, exact, metrics)
+
+
+class _Learner:
+  """Params, their past, and the programs."""
+
+  def __init__(self, spec: Run):
+    self._spec = spec
+    self._mesh = mesh_lib.make_mesh(jax.devices()[:1], data=1)
+    compute = config_lib.ComputeConfig(dtype='float32', remat='none')
+    model = model_lib.make_transformer(spec.model, self._mesh, compute)
+    self._objective = objectives.token_objective(
+      model, spec.loss_config, **spec.objective
+    )
+    optimiser = optimiser_lib.make_optimiser(
+      learning_rate=spec.learning_rate,
+      learning_rate_end=1.0,
+      decay_steps=1,
+      max_grad_norm=1.0,
+    )
+    self._state = update_lib.init_state(
+      self._objective, optimiser, self._mesh, key=jax.random.PRNGKey(spec.seed)
+    )
+    self._update = update_lib.make_update(
+      self._objective,
+      optimiser,
+      self._mesh,
+      updates_per_batch=spec.updates_per_batch,
+    )
+    self._sample = _make_sample(spec.model)
+    self._key = jax.random.PRNGKey(1000 + spec.seed)
+    # (version, params): the oldest acts.
+    self._past = collections.deque(maxlen=spec.lag + 1)
+    self._keep_params(0)
+    self._packer = _make_packer(has_groups=spec.has_groups)
+
+  def act(self, rng: np.random.Generator) -> types.Trajectories:
+    """One item of all the episodes of an update."""
+    prompts = FIRST_SYMBOL + rng.integers(
+      0, NUM_SYMBOLS, (EPISODES // GROUP_SIZE, PROMPT_LENGTH)
+    )
+    prompts[:, -1] = FIRST_MARKER
+    prompts = np.repeat(prompts, GROUP_SIZE, axis=0).astype(np.int32)
+    version, params = self._past[0]
+    self._key, key = jax.random.split(self._key)
+    answers, log_probs = jax.device_get(self._sample(params, prompts, key))
+    return _trajectories(
+      prompts, answers, log_probs, version, has_groups=self._spec.has_groups
+    )
+
+  def update(self, item: types.Trajectories) -> dict[str, float]:
+    """One learner step on the item; returns its metrics."""
+    self._packer.add(item)
+    packed = self._packer.pop()
+    assert packed is not None and packed.segments.length.size == EPISODES
+    batch = mesh_lib.place_batch(
+      packed.batch, self._mesh, self._objective.batch_spec
+    )
+    self._state, metrics = self._update(self._state, batch)
+    self._keep_params(int(self._state.learner_step))
+    return {name: float(x) for name, x in jax.device_get(metrics).items()}
+
+  def _keep_params(self, version: int) -> None:
+    # Copies: the update donates its state.
+    params = jax.tree_util.tree_map(jnp.copy, self._state.params)
+    self._past.append((version, params))
+
+
+def _make_packer(*, has_groups: bool) -> packer_lib.Packer:
+  """One that makes a batch of the episodes of an update."""
+  token = dm_specs.BoundedArray((), np.uint8, 0, VOCABULARY_SIZE - 1)
+  columns = specs.trajectories_spec(
+    specs.EnvironmentSpec(
+      token,
+      token,
+      dm_specs.Array((), np.float32),
+      dm_specs.BoundedArray((), np.float32, 0, 1),
+    ),
+    has_turns=True,
+    has_advantage=has_groups,
+  )
+  length = LENGTH * _TRAJECTORIES_PER_ROW
+  rows = EPISODES // _TRAJECTORIES_PER_ROW
+  return packer_lib.Packer(
+    buckets=(buckets.Bucket(length, rows),),
+    columns=columns,
+    window=1.0,
+    max_trajectories=EPISODES,
+  )
+
+
+def _make_sample(model: config_lib.TransformerConfig) -> Any:
+  """Jitted (params, prompts [N, 5], key) -> answers and log-probs [N, 5]."""
+
+  def sample(params, prompts, key):
+    num = prompts.shape[0]
+    params = decoding.prepare(params, 'float32')
+    full = lambda value: jnp.full(num, value, jnp.int32)
+
+    def write(cache, tokens, start, key):
+      reading = decoding.Reading(
+        jnp.arange(num, dtype=jnp.int32),
+        tokens,
+        full(start),
+        full(tokens.shape[1]),
+      )
+      log_probs, cache = decoding.read(model, params, cache, reading)
+      token = jax.random.categorical(key, log_probs).astype(jnp.int32)
+      log_prob = jnp.take_along_axis(log_probs, token[:, None], axis=-1)[:, 0]
+      return cache, token, log_prob
+
+    def body(carry, x):
+      cache, token = carry
+      start, marker, key = x
+      tokens = jnp.stack([token, full(marker)], axis=1)
+      cache, token, log_prob = write(cache, tokens, start, key)
+      return (cache, token), (token, log_prob)
+
+    cache = decoding.empty_cache(
+      model,
+      num_slots=num,
+      length=LENGTH,
+      dtype='float32',
+    )
+    first, *keys = jax.random.split(key, ANSWER_LENGTH)
+    cache, token, log_prob = write(cache, prompts, 0, first)
+    turns = jnp.arange(ANSWER_LENGTH - 1, dtype=jnp.int32)
+    _, rest = jax.lax.scan(
+      body,
+      (cache, token),
+      (PROMPT_LENGTH + 2 * turns, FIRST_MARKER + 1 + turns, jnp.stack(keys)),
+    )
+    with_first = lambda one, more: jnp.concatenate([one[:, None], more.T], 1)
+    return with_first(token, rest[0]), with_first(log_prob, rest[1])
+
+  return jax.jit(sample)
+
+
+def _trajectories(
+  prompts: np.ndarray,
+  answers: np.ndarray,
+  log_probs: np.ndarray,
+  version: int,
+  *,
+  has_groups: bool,
+) -> types.Trajectories:
+  """One item of N episodes, each as long as its answer goes on.
+
+  Args:
+    prompts: i32 [N, 5].
+    answers: i32 [N, 5], whatever was sampled, also after an end.
+    log_probs: f32 [N, 5], of the answers.
+    version: that sampled.
+    has_groups: whether to add advantages.
+  """
+  num = prompts.shape[0]
+  ends = np.cumsum(answers == END, axis=1)
+  is_written = (ends == 0) | ((ends == 1) & (answers == END))
+  right = np.concatenate(
+    [prompts[:, -2::-1], np.full((num, 1), END, np.int32)], axis=1
+  )
+  returns = np.mean(is_written & (answers == right), axis=1, dtype=np.float32)
+  policy = slice(PROMPT_LENGTH, None, 2)
+  tokens = np.zeros((num, LENGTH), np.uint8)
+  tokens[:, :PROMPT_LENGTH] = prompts
+  tokens[:, PROMPT_LENGTH - 1 :: 2] = FIRST_MARKER + np.arange(ANSWER_LENGTH)
+  tokens[:, policy] = answers
+  is_token = np.ones(tokens.shape, bool)
+  is_token[:, policy] = is_written
+  is_token[:, PROMPT_LENGTH + 1 :: 2] = is_written[:, 1:]
+  is_last = np.zeros_like(is_token)
+  is_last[np.arange(num), is_token.sum(axis=1) - 1] = True
+  is_policy = np.zeros_like(is_token)
+  is_policy[:, policy] = True
+  behaviour = np.zeros(tokens.shape, np.float32)
+  behaviour[:, policy] = log_probs
+  # Of the transition that writes a token.
+  written = lambda x: x[:, 1:][is_token[:, 1:]]
+  per_episode = lambda x: np.broadcast_to(x[:, None], tokens.shape)
+  size = int(is_token[:, 1:].sum())
+  return types.Trajectories(
+    observation=tokens[is_token],
+    action=written(tokens),
+    reward=written(is_last * per_episode(returns)).astype(np.float32),
+    discount=(~written(is_last)).astype(np.float32),
+    behaviour_log_prob=written(behaviour),
+    policy_version=np.full(size, version, np.int32),
+    loss_mask=written(is_policy),
+    core_state=(),
+    lengths=is_token[:, 1:].sum(axis=1).astype(np.int32),
+    created_at_s=np.zeros(num),
+    actor_id=np.zeros(num, np.int32),
+    episode_id=np.arange(num, dtype=np.int64),
+    truncated=np.zeros(num, np.bool_),
+    permit_id=np.arange(num, dtype=np.int64),
+    turn_id=written(is_policy).astype(np.int32),
+    advantage=written(per_episode(_advantages(returns))) if has_groups else (),
+  )
+
+
+def _advantages(returns: np.ndarray) -> np.ndarray:
+  """Within each group of episodes of one prompt, f32 [N]."""
+  of_group = lambda x: groups.advantages(x, groups.GRPO)
+  return np.concatenate([of_group(x) for x in returns.reshape(-1, GROUP_SIZE)])
+
+
+def _is_exact(item: types.Trajectories) -> float:
+  """The share of episodes whose whole answer is right."""
+  ends = np.cumsum(item.lengths) - 1
+  return float(np.mean(item.reward[ends] > 1 - 1e-6))
