@@ -9,9 +9,8 @@ samples, all turns of all episodes in one program.
 
 Before each of its tokens the policy reads a marker that says which one it is
 to write: an episode is five turns of one token, and the prompt ends with the
-first marker. Rotary positions tell distances only, and without markers the
-policy has settled on repeating the prompt's symbols long before it finds out
-where it is.
+first marker. Without markers no setting that was tried learnt the task in 150
+updates, also without a lag.
 """
 
 from __future__ import annotations

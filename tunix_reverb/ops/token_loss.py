@@ -179,9 +179,8 @@ class TokenLoss:
     """Less their weighted mean over the batch, or micro-batch, of all devices.
 
     A baseline is free on policy, and with exact ratios, because log pi has no
-    gradient on average. With ratios that are cut it has: whatever advantages
-    have in common then draws the policy to those that acted or, if it is below
-    0, drives it away from them, faster and faster.
+    gradient on average. With ratios that are cut it has one, and whatever
+    advantages have in common moves the policy along it.
     """
     total = lambda x: jnp.sum(jnp.where(is_action, weights * x, 0.0))
     sums = jnp.stack([total(advantages), total(jnp.ones_like(weights))])
