@@ -18,9 +18,9 @@ from tunix_reverb import errors
 from tunix_reverb.agents import config as config_lib
 from tunix_reverb.telemetry import metrics
 
-# How long a process waits for the others before a step: less than the minute
+# How long a process waits for the others before a step: half of the minute
 # after which JAX gives up by itself, with pages of text.
-_PEER_TIMEOUT_S = 45.0
+_PEER_TIMEOUT_S = 30.0
 _HEARTBEAT_TIMEOUT_S = 50
 
 
