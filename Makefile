@@ -49,6 +49,7 @@ train: venv  ## train the default agent on Catch until it is solved
 	  --solved_return=0.95 $(TRAIN_FLAGS)
 
 agent: venv  ## train a tiny transformer to use a tool, from random params
+	@$(BIN)/python -P -m launch.check_environment --environment=tool:lookup
 	@$(BIN)/python -P -m launch.local --config=examples/lookup.json $(TRAIN_FLAGS)
 
 environments: $(VENV)/.environments $(VENV)/.wheel  ## add the environments' packages to .venv
