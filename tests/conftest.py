@@ -7,6 +7,7 @@ the `subprocess_env` fixture instead, which carries none of it.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
@@ -60,6 +61,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
   for item in items:
     if item.get_closest_marker('replay') is not None:
       item.add_marker(skip)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish() -> None:
+  """Pytest is about to collect garbage five times, minutes of what JAX holds.
+
+  What is no garbage after the first time is not looked at again.
+  """
+  gc.collect()
+  gc.freeze()
 
 
 def _child_processes() -> dict[int, str]:

@@ -311,7 +311,13 @@ def test_uncorrected_with_a_critic_is_vtrace_on_policy():
   assert sums.k3 > 0
 
 
-@pytest.mark.parametrize('kind', ['tis', 'ppo', 'uncorrected'])
+@pytest.mark.parametrize(
+  'kind',
+  [
+    'ppo',
+    *(pytest.param(k, marks=pytest.mark.slow) for k in ('tis', 'uncorrected')),
+  ],
+)
 def test_whatever_lies_outside_of_the_policys_tokens_is_not_read(kind):
   row = _with_group(_row())
   longer = _with_tool_output(row, np.random.default_rng(1))
@@ -322,7 +328,9 @@ def test_whatever_lies_outside_of_the_policys_tokens_is_not_read(kind):
 @pytest.mark.parametrize(
   ('ratio', 'kind'), [('token', 'vtrace'), ('turn', 'vtrace'), ('turn', 'ppo')]
 )
-@pytest.mark.parametrize('axes', [(2, 4), (1, 8)])
+@pytest.mark.parametrize(
+  'axes', [(2, 4), pytest.param((1, 8), marks=pytest.mark.slow)]
+)
 def test_loss_and_gradients_of_split_rows_equal_whole_rows(ratio, kind, axes):
   data, sequence = axes
   batch = _token_rows(4, 48)

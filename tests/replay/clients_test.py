@@ -49,6 +49,7 @@ def test_importing_the_factory_loads_no_reverb():
   assert result.returncode == 0
 
 
+@pytest.mark.slow  # Waits for servers that do not answer, 20 s.
 @pytest.mark.timeout(60)
 def test_connect_checks_every_server_and_names_each_wait(serve, client):
   servers = [serve(tables.TableConfig(max_items=n)) for n in (4, 8)]

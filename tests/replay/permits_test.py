@@ -159,6 +159,7 @@ def test_what_is_not_used_is_given_back(address, table, closing):
   )
 
 
+@pytest.mark.slow  # A server is killed and comes back, 15 s.
 def test_a_source_outlives_its_server(serve, start_process, closing):
   process = start_process(_CONFIG)
   source = closing(permits_lib.WirePermitSource(process.address))

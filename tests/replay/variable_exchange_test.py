@@ -202,6 +202,7 @@ def test_a_new_learner_may_begin_with_older_versions(serve, closing, pair):
   _wait_until(lambda: source.get_variables().policy_version == 4)
 
 
+@pytest.mark.slow  # Half a minute for each client.
 @pytest.mark.timeout(180)
 def test_variables_lost_with_a_server_are_published_again(
   start_process, closing, client

@@ -151,6 +151,7 @@ def test_bfloat16_is_as_close_as_its_rounding():
   )
 
 
+@pytest.mark.slow  # Compiles long rows.
 def test_memory_of_blocks_is_linear_in_the_length():
   def num_bytes(length):
     array = lambda *shape: jax.ShapeDtypeStruct(
