@@ -1,13 +1,14 @@
 """A look-up whose tool takes its time and whose texts are long, as in logs.
 
-  889+-9(log)473. -> ! -> =98+5-5(log)85. -> 5.
+  889+-9(log). -> ! -> =98+3-33(log)83. -> 3.
 
-`tool:lookup` shaped like the work of real agents: the key comes after a log of
-noise, what the tool says is a log in which the answer comes up again and again,
-and before it says so it waits, log-normally, as long as a client would at most.
-What the policy reads outnumbers what it writes fiftyfold. The first call earns
-0.2, a second one loses it, the answer earns 1. The wait is a sleep: it costs
-nobody's core.
+`tool:lookup` shaped like the work of real agents: the prompt is a log of noise,
+what the tool says is a log in which the answer comes up again and again, and
+before it says so it waits, log-normally, as long as a client would at most.
+Who does not call it reads a second log of noise instead, so that all episodes
+are about as long. What the policy reads outnumbers what it writes thirtyfold.
+The call earns 0.2, calling once more loses as much, the answer earns 1. The
+wait is a sleep: it costs nobody's core.
 
 `tool:benchmarks.slow_lookup:SlowLookup`; `SwiftLookup` is the same without the
 waits, so that scores can be compared without them.
@@ -15,27 +16,28 @@ waits, so that scores can be compared without them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import time
 
 import numpy as np
 
-from tunix_reverb.environments.tasks import symbols
+from tunix_reverb.environments.tools import calls
 from tunix_reverb.environments.tools import task
-from tunix_reverb.environments.tools import taxonomy
 from tunix_reverb.environments.tools import tool
+from tunix_reverb.text import tokeniser
 
 # Of a call: log-normal, cut where a client would give up, seconds.
 MEAN_S = 1.5
 SIGMA = 1.0
 LONGEST_S = 10.0
 # Of the texts, tokens: uniform between the two.
-LEAST_NOISE, MOST_NOISE = 88, 100
+LEAST_NOISE, MOST_NOISE = 56, 64
 CALL_BONUS = 0.2
 
 _NOISE = list('89+-')
-_KEY_SYMBOLS = 3
+_ANSWERS = '0123'
 _TURN_TOKENS = 2
-_TEXT_TOKENS = MOST_NOISE + _KEY_SYMBOLS + 2
+_TEXT_TOKENS = MOST_NOISE + 2
 # A prompt, a call, its answer and the policy's.
 MOST_TOKENS = 2 * (_TEXT_TOKENS + _TURN_TOKENS)
 
@@ -51,29 +53,38 @@ class SwiftLookup(task.Task):
   )
 
   def start(self, generator: np.random.Generator) -> task.Instance:
-    asked = symbols.draw_symbols(generator, _KEY_SYMBOLS)
-    answer = symbols.draw_symbols(generator, 1)
-    prompt = _log(generator, _NOISE) + asked
-    result = _log(generator, [*_NOISE, answer])
+    answer = str(generator.choice(list(_ANSWERS)))
+    prompt, other = _log(generator, _NOISE), _log(generator, _NOISE)
+    result = _log(generator, [*_NOISE, *[answer] * len(_NOISE)])
 
     @tool.tool(timeout_s=None)
-    def lookup(key: str = '') -> str:
-      """Looks a key up.
+    def lookup(text: str = '') -> str:
+      """Looks up what the answer is.
 
       Args:
-        key: the user's; the same if left out.
+        text: is not looked at.
       """
+      del text
       self.wait()
-      if key not in ('', asked):
-        raise taxonomy.ToolError(f'the user did not ask for {key}')
       return result
+
+    def next_messages(
+      episode: task.Transcript,
+    ) -> Sequence[tokeniser.Message] | None:
+      if len(episode.turns) == 2:
+        return None
+      called = episode.turns[0].calls
+      return () if called else [{'role': 'user', 'content': other}]
 
     return task.Instance(
       messages=[{'role': 'user', 'content': prompt}],
       tools=[lookup],
       score=lambda episode: _score(episode, answer),
       turn_reward=_turn_reward,
-      next_messages=_next_messages,
+      next_messages=next_messages,
+      oracle=lambda episode: (
+        answer if episode.turns else calls.Call('lookup', {'text': ''})
+      ),
     )
 
   def wait(self) -> None:
@@ -100,10 +111,6 @@ def draw_wait_s(generator: np.random.Generator) -> float:
 def _log(generator: np.random.Generator, characters: list[str]) -> str:
   size = int(generator.integers(LEAST_NOISE, MOST_NOISE + 1))
   return ''.join(generator.choice(characters, size))
-
-
-def _next_messages(episode: task.Transcript):
-  return None if len(episode.turns) == 2 else task.until_answer(episode)
 
 
 def _turn_reward(episode: task.Transcript) -> float:

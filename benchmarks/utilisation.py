@@ -3,7 +3,7 @@
   python -m benchmarks.utilisation [--plot=docs/utilisation.svg]
 
 The same transformer learns the same task (`benchmarks.slow_lookup`: texts of
-about 200 tokens of which the policy writes four; each call of the tool sleeps,
+about 130 tokens of which the policy writes three; each call of the tool sleeps,
 log-normally, for much longer than an update takes) from batches of as many
 trajectories, by the same code, one loop after the other:
 
@@ -55,25 +55,25 @@ _PLOT = flags.DEFINE_string('plot', '', 'Where to draw the figures, .svg.')
 _PRINT_PERIOD_S = 10.0
 _BIN_S = 5.0  # Of the curves in the plot.
 _LOOP_TIMEOUT_S = 600.0
-_NUM_ENVIRONMENTS = 160
-_TRAJECTORIES = 32
+_NUM_ENVIRONMENTS = 384
+_TRAJECTORIES = 64
 _CONFIG_FLAGS = (
   '--agent=transformer',
   '--environment=tool:benchmarks.slow_lookup:SlowLookup',
   '--model=tiny',
   '--loss=tis',
-  '--group_size=8',
+  '--group_size=4',
   '--advantage=rloo',
   '--num_actors=1',
   f'--environments_per_actor={_NUM_ENVIRONMENTS}',
   '--environment_mode=asynchronous',
   f'--trajectory_length={slow_lookup.MOST_TOKENS - 1}',
-  '--bucket_lengths=224',
-  '--batch_positions=7168',
+  '--bucket_lengths=272',
+  '--batch_positions=8704',
   '--admission',
   f'--trajectories_per_update={_TRAJECTORIES}',
-  '--max_policy_lag=5',
-  '--publish_period=4',
+  '--max_policy_lag=7',
+  '--publish_period=3',
   '--learning_rate=0.003',
   '--learning_rate_decay_steps=2000',
   '--max_grad_norm=1.0',
@@ -122,16 +122,11 @@ def _print_progress(name: str, updates: int, elapsed_s: float) -> None:
 def _run_synchronous(loop: str, *arguments: str) -> dict[str, object]:
   """Of one loop in one process: its time, split by cause."""
   row = _run_loop(loop, *arguments)
-  shares = {name: row[name] for name in ('compute', 'tools', 'generation')}
+  causes = ('compute', 'tools', 'generation', 'publishing')
+  shares = {name: row.pop(name) for name in causes}
   shares['other'] = max(0.0, 1.0 - sum(shares.values()))
-  kept = ('wall_s', 'updates', 'tokens', 'score', 'score_error', 'curve')
-  figures = {name: row[name] for name in kept}
-  cpu_s = {'all in one process': row['cpu_s']}
-  return (
-    figures
-    | {'shares': shares, 'cpu_s': cpu_s, 'dropped': 0}
-    | {name: row[name] for name in row if name.startswith('playing_')}
-  )
+  cpu_s = {'all in one process': row.pop('cpu_s')}
+  return row | {'shares': shares, 'cpu_s': cpu_s}
 
 
 def _run_pipeline(directory: pathlib.Path) -> dict[str, object]:
@@ -163,24 +158,30 @@ def _run_pipeline(directory: pathlib.Path) -> dict[str, object]:
 
 
 def _describe(name: str, result: dict) -> str:
+  """A few lines on one loop."""
   wall_s = result['wall_s']
   shares = ', '.join(f'{k} {v:.1%}' for k, v in result['shares'].items())
   cpu_s = ', '.join(f'{k} {v:.1f}' for k, v in result['cpu_s'].items())
-  line = (
+  lines = [
     f'{name}: {result["updates"]} updates in {wall_s:.1f} s '
     f'({result["updates"] / wall_s:.3f}/s), '
-    f'{result["tokens"] / wall_s:,.0f} tokens/s trained; {shares}; '
-    f'CPU seconds: {cpu_s}; dropped {result["dropped"]}; '
-    f'score {result["score"]:.3f} +- {result["score_error"]:.3f}'
-  )
-  if 'policy_lag_mean' in result:
-    line += (
-      f'; policy lag mean {result["policy_lag_mean"]:.2f}, max '
-      f'{result["policy_lag_max"]:.0f} publishes; fill of batches '
-      f'{result["batch_fill"]:.2f}; first update after '
-      f'{result["first_update_s"]:.1f} s'
+    f'{result["tokens"] / wall_s:,.0f} tokens/s trained',
+    f'learner: {shares}',
+    f'CPU seconds: {cpu_s}',
+    f'policy lag mean {result["policy_lag_mean"]:.2f}, max '
+    f'{result["policy_lag_max"]:.0f} publishes; dropped {result["dropped"]}; '
+    f'fill of batches {result["batch_fill"]:.2f}',
+    f'score {result["score"]:.3f} +- {result["score_error"]:.3f}',
+  ]
+  if 'first_update_s' in result:
+    lines.append(f'first update after {result["first_update_s"]:.1f} s')
+  if 'playing_episodes_per_s' in result:
+    lines.append(
+      f'playing alone: {result["playing_episodes_per_s"]:.1f} episodes/s, '
+      f'{result["playing_tokens_per_cpu_s"]:,.0f} tokens per CPU-second, '
+      f'{result["playing_tokens_per_sampled"]:.0f} read for each one written'
     )
-  return line
+  return '\n  '.join(lines)
 
 
 def _checks(results: dict[str, dict]) -> dict[str, dict[str, object]]:
@@ -202,6 +203,16 @@ def _checks(results: dict[str, dict]) -> dict[str, dict[str, object]]:
       pipeline['score'] - serial['score'], 0.0
     ),
     'dropped': at_most(pipeline['dropped'], 0),
+    # Of what the learner takes: whether one core can play that much.
+    'playing_alone_over_learnt': at_least(
+      swift['playing_episodes_per_s'] / (rate(pipeline) * _TRAJECTORIES), 1.0
+    ),
+    # Below 1 it was kept from its core while it seemed to compute.
+    'learner_cpu_over_compute': at_least(
+      pipeline['cpu_s']['learner']
+      / (pipeline['shares']['compute'] * pipeline['wall_s']),
+      1.0,
+    ),
   }
   return {
     name: {'value': round(value, 4), 'target': round(target, 4), 'ok': bool(ok)}

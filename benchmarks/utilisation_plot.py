@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence
-from html import escape
+import html
 
-_WIDTH, _HEIGHT = 860, 520
+_WIDTH, _HEIGHT = 860, 494
 _LEFT, _RIGHT = 96, 24
 _BAR_TOP, _BAR_HEIGHT, _BAR_STEP = 74, 24, 46
 _BAR_WIDTH = 520
@@ -17,11 +17,11 @@ _NAMES = {
   'pipeline': 'pipeline',
 }
 _CAUSES = {
-  'compute': 'computes the update',
+  'compute': 'update',
   'tools': 'waits for tools',
-  'starved': 'waits for trajectories',
-  'admission': 'holds for admission',
   'generation': 'generates',
+  'starved': 'waits for data',
+  'admission': 'held by admission',
   'publishing': 'publishes',
   'other': 'other',
 }
@@ -78,7 +78,7 @@ def draw(
 def _text(x: float, y: float, text: str, kind: str = '', anchor='start') -> str:
   return (
     f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}">'
-    f'{escape(text)}</text>'
+    f'{html.escape(text)}</text>'
   )
 
 
@@ -93,7 +93,7 @@ def _legend(results: Mapping[str, Mapping]) -> list[str]:
       f'<rect class="{cause}" x="{x}" y="44" width="12" height="12" rx="2"/>',
       _text(x + 17, 54, words, 'faint'),
     ]
-    x += 34 + int(6.4 * len(words))
+    x += 38 + int(6.6 * len(words))
   return parts
 
 
