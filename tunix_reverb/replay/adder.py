@@ -25,8 +25,8 @@ import numpy as np
 import tree
 
 from tunix_reverb import core
-from tunix_reverb import specs
 from tunix_reverb import types
+from tunix_reverb.replay import item_sender
 
 _TRANSITION_COLUMNS = (
   'action',
@@ -35,11 +35,9 @@ _TRANSITION_COLUMNS = (
   'behaviour_log_prob',
   'policy_version',
 )
-# Of agents with turns, whose environments also say what counts in the loss.
-_TURN_COLUMNS = ('loss_mask', 'turn_id')
 
 
-class TrajectoryAdder(core.VectorAdder):
+class TrajectoryAdder(item_sender.ItemSender, core.VectorAdder):
   """Builds the trajectories of N environments and groups them into items.
 
   A step of K environments is one write per column into a ring of timesteps.
@@ -75,10 +73,9 @@ class TrajectoryAdder(core.VectorAdder):
         False the item is given up.
       clock: wall-clock seconds.
     """
+    super().__init__(writer, keep_waiting)
     self._full = np.int64(trajectory_length)
-    self._writer = writer
     self._item_age_s = item_age_s
-    self._keep_waiting = keep_waiting
     self._clock = clock
     self._max_item_transitions = item_transitions
     # Room for the open trajectories and for an item's worth of ended ones.
@@ -90,8 +87,6 @@ class TrajectoryAdder(core.VectorAdder):
     self._steps_since_sent = 0
     self._ended = _Ended()
     self._next_episode = 0
-    self.items_total = 0
-    self.given_up_total = 0
 
   def add(
     self,
@@ -106,16 +101,6 @@ class TrajectoryAdder(core.VectorAdder):
     """See base class."""
     choice = (behaviour_log_prob, policy_version)
     transitions = (action, timestep.reward, timestep.discount, *choice)
-    self._add(environment_ids, transitions, timestep, core_state)
-
-  def _add(
-    self,
-    environment_ids: np.ndarray,
-    transitions: Sequence[np.ndarray],
-    timestep: dm_env.TimeStep,
-    core_state: types.Nest = (),
-  ) -> None:
-    """Adds `timestep` and the columns of the transition that led to it."""
     now_s = self._clock()
     if self._steps_since_sent > self._slack:
       self.flush()
@@ -214,13 +199,6 @@ class TrajectoryAdder(core.VectorAdder):
     for part in ended.split(self._max_item_transitions):
       self._send(self._ring.take(part))
 
-  def _send(self, item: types.Trajectories) -> None:
-    while not self._writer.write(item):
-      if not self._keep_waiting():
-        self.given_up_total += item.lengths.size
-        return
-    self.items_total += 1
-
 
 _FIRST = np.int32(dm_env.StepType.FIRST)
 _MID = np.int32(dm_env.StepType.MID)
@@ -289,9 +267,6 @@ class _Ring:
     block = lambda spec: np.zeros((slots, num, *spec.shape[1:]), spec.dtype)
     self.episode_id = np.zeros(num, np.int64)
     self._columns = columns
-    self._names = _TRANSITION_COLUMNS
-    if isinstance(columns.turn_id, specs.ColumnSpec):
-      self._names += _TURN_COLUMNS
     self._slots = slots
     self._actor_id = actor_id
     self._size = np.full(num, _CLOSED, np.int64)
@@ -300,7 +275,9 @@ class _Ring:
     self._created_at_s = np.zeros(num)
     self._permit_id = np.zeros(num, np.int64)
     self._observation = [block(s) for s in tree.flatten(columns.observation)]
-    self._transitions = [block(getattr(columns, n)) for n in self._names]
+    self._transitions = [
+      block(getattr(columns, name)) for name in _TRANSITION_COLUMNS
+    ]
     self._core_state = [
       np.zeros((num, *spec.shape[1:]), spec.dtype)
       for spec in tree.flatten(columns.core_state)
@@ -402,7 +379,6 @@ class _Ring:
     created_at_s, episode_id, truncated, permit_id, *core = per_trajectory
     at = self._positions(ids, start, lengths)
     at_timesteps = self._positions(ids, start, lengths + 1)
-    whole = {'loss_mask': np.ones(int(lengths.sum()), np.bool_)}
     columns = self._columns
     return types.Trajectories(
       observation=tree.unflatten_as(
@@ -415,7 +391,8 @@ class _Ring:
       episode_id=episode_id,
       truncated=truncated,
       permit_id=permit_id,
-      **whole | {n: b[at] for n, b in zip(self._names, self._transitions)},
+      loss_mask=np.ones(int(lengths.sum()), np.bool_),
+      **{n: b[at] for n, b in zip(_TRANSITION_COLUMNS, self._transitions)},
     )
 
   def _positions(

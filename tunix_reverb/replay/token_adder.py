@@ -13,15 +13,11 @@ import time
 from tunix_reverb import core
 from tunix_reverb import specs
 from tunix_reverb import types
+from tunix_reverb.replay import item_sender
 
 
-class TokenAdder:
-  """Gathers trajectories up to a size and an age, and writes them.
-
-  Attributes:
-    items_total: items written so far.
-    given_up_total: trajectories given up because there was no room.
-  """
+class TokenAdder(item_sender.ItemSender):
+  """Gathers trajectories up to a size and an age, and writes them."""
 
   def __init__(
     self,
@@ -44,16 +40,13 @@ class TokenAdder:
         False the item is given up.
       clock: seconds.
     """
-    self._writer = writer
+    super().__init__(writer, keep_waiting)
     self._most = item_transitions
     self._item_age_s = item_age_s
-    self._keep_waiting = keep_waiting
     self._clock = clock
     self._pending: list[types.Trajectories] = []
     self._transitions = 0
     self._since_s = 0.0
-    self.items_total = 0
-    self.given_up_total = 0
 
   def add(self, trajectories: types.Trajectories) -> None:
     """Takes whole trajectories, which stay together."""
@@ -78,8 +71,4 @@ class TokenAdder:
       return
     item = specs.join(self._pending)
     self._pending, self._transitions = [], 0
-    while not self._writer.write(item):
-      if not self._keep_waiting():
-        self.given_up_total += item.lengths.size
-        return
-    self.items_total += 1
+    self._send(item)
