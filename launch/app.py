@@ -138,6 +138,34 @@ def _run(main, role, make_role_name, single_threaded_xla, stop_deadline_s):
     logger.close()
 
 
+def run_command(
+  main: Callable[[], int | None], *, name: str, with_config: bool = False
+) -> NoReturn:
+  """Parses the flags, runs `main`, which is no role, and exits.
+
+  The status is what `main` returns (None is 0), or 2 after a user's mistake,
+  with one line on stderr.
+
+  Args:
+    main: the command.
+    name: `python -m launch.<name>`.
+    with_config: whether it takes the config's flags.
+  """
+  streams.install()
+  if with_config:
+    flags.define_config_flags()
+  doc = binary_doc(name)
+  if flags.print_help_if_asked(sys.argv, doc, with_config=with_config):
+    sys.exit(0)
+  try:
+    flags.parse(sys.argv)
+    status = main()
+  except errors.UserError as e:
+    print(f'error: {e}', file=sys.stderr)
+    status = 2
+  sys.exit(status)
+
+
 def set_environment(role: str, single_threaded_xla: bool = False) -> None:
   """Sets what must be in `os.environ` before gRPC, TensorFlow and JAX load."""
   for name in ('no_proxy', 'NO_PROXY'):  # A proxy must not see localhost.

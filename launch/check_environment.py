@@ -19,9 +19,6 @@ from absl import flags as absl_flags
 from absl import logging
 
 from launch import app
-from launch import flags
-from launch import streams
-from tunix_reverb import errors
 
 _ENVIRONMENT = absl_flags.DEFINE_string(
   'environment',
@@ -94,10 +91,6 @@ def _print(title: str, lines: Sequence[str]) -> None:
 
 def main() -> None:
   """Entry point."""
-  streams.install()
-  doc = app.binary_doc('check_environment')
-  if flags.print_help_if_asked(sys.argv, doc, with_config=False):
-    return
   # Nothing is rendered here; without this, importing dm_control looks for a
   # display.
   os.environ.setdefault('MUJOCO_GL', 'disabled')
@@ -105,13 +98,7 @@ def main() -> None:
   sys.path.insert(0, os.getcwd())
   # INFO lines of the environments' libraries would bury the answer.
   logging.set_verbosity(logging.WARNING)
-  try:
-    flags.parse(sys.argv)
-    status = _run()
-  except errors.UserError as e:
-    print(f'error: {e}', file=sys.stderr)
-    status = 2
-  sys.exit(status)
+  app.run_command(_run, name='check_environment')
 
 
 if __name__ == '__main__':

@@ -10,14 +10,12 @@ goes on from there: the value head lies beside the tensors.
 from __future__ import annotations
 
 import pathlib
-import sys
 
 from absl import flags as absl_flags
 from absl import logging
 
 from launch import app
 from launch import flags
-from launch import streams
 from tunix_reverb import errors
 
 
@@ -71,17 +69,8 @@ def _run() -> None:
 
 def main() -> None:
   """Entry point."""
-  streams.install()
   define_flags()
-  flags.define_config_flags()
-  if flags.print_help_if_asked(sys.argv, app.binary_doc('export_model')):
-    return
-  try:
-    flags.parse(sys.argv)
-    _run()
-  except errors.UserError as e:
-    print(f'error: {e}', file=sys.stderr)
-    sys.exit(2)
+  app.run_command(_run, name='export_model', with_config=True)
 
 
 if __name__ == '__main__':

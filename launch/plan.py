@@ -12,15 +12,11 @@ for a mistake in the flags.
 from __future__ import annotations
 
 import os
-import sys
 
 from absl import flags as absl_flags
 
 from launch import app
-from launch import flags
 from launch import plan_flags
-from launch import streams
-from tunix_reverb import errors
 from tunix_reverb.sharding import topologies
 
 # At least; what does not fit is tried on larger topologies.
@@ -90,18 +86,8 @@ def _set_environment(topology: topologies.Topology) -> None:
 
 def main() -> None:
   """Entry point."""
-  streams.install()
   plan_flags.define()
-  doc = app.binary_doc('plan')
-  if flags.print_help_if_asked(sys.argv, doc, with_config=False):
-    return
-  try:
-    flags.parse(sys.argv)
-    status = _run()
-  except errors.UserError as e:
-    print(f'error: {e}', file=sys.stderr)
-    status = 2
-  sys.exit(status)
+  app.run_command(_run, name='plan')
 
 
 if __name__ == '__main__':

@@ -9,13 +9,11 @@ Of `<run_dir>/transcripts.jsonl`, the episodes that ended last come last. With
 from __future__ import annotations
 
 import pathlib
-import sys
 
 from absl import flags as absl_flags
 
 from launch import app
 from launch import flags
-from launch import streams
 from tunix_reverb import errors
 
 
@@ -53,17 +51,8 @@ def _run() -> None:
 
 def main() -> None:
   """Entry point."""
-  streams.install()
   define_flags()
-  doc = app.binary_doc('transcripts')
-  if flags.print_help_if_asked(sys.argv, doc, with_config=False):
-    return
-  try:
-    flags.parse(sys.argv)
-    _run()
-  except errors.UserError as e:
-    print(f'error: {e}', file=sys.stderr)
-    sys.exit(2)
+  app.run_command(_run, name='transcripts')
 
 
 if __name__ == '__main__':
