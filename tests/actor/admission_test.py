@@ -7,6 +7,7 @@ import time
 
 import dm_env
 from dm_env import specs as dm_specs
+import fake_permits
 import jax
 import numpy as np
 import pytest
@@ -57,40 +58,6 @@ class _Environment(dm_env.Environment):
     return dm_specs.DiscreteArray(3)
 
 
-class _Permits(core.PermitSource):
-  """Gives permits when the test says so.
-
-  Attributes:
-    asked: permits requested and not given yet.
-    given: ids of those given.
-    returned: ids given back.
-  """
-
-  def __init__(self):
-    self.asked = 0
-    self.given = []
-    self.returned = None
-    self._come = []
-
-  def give(self, count=1, version=1):
-    assert count <= self.asked, 'more were taken than were asked for'
-    for _ in range(count):
-      self.given.append(1000 + len(self.given))
-      self._come.append(types.Permit(self.given[-1], version))
-    self.asked -= count
-
-  def request(self, count):
-    assert count > 0
-    self.asked += count
-
-  def take(self, timeout_s):
-    come, self._come = self._come, []
-    return come
-
-  def close(self, held=()):
-    self.returned = list(held)
-
-
 class _Variables(core.VariableSource):
   """Serves `params` as the version `newest`."""
 
@@ -115,7 +82,7 @@ class _Rig:
       spec, hidden_sizes=(4,), core='gru', core_size=3
     )
     self.writer = test_utils.ListWriter()
-    self.permits = _Permits()
+    self.permits = fake_permits.Permits()
     params = network.init(jax.random.PRNGKey(0))
     self.variables = _Variables(jax.tree_util.tree_map(np.array, params))
     self.adder = adder_lib.TrajectoryAdder(

@@ -1,4 +1,4 @@
-"""Makes `admission_rig` importable, also by the name of its environments."""
+"""Makes what tests share importable."""
 
 import pathlib
 import sys

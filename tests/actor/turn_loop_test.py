@@ -3,6 +3,7 @@
 import threading
 import time
 
+import fake_permits
 import numpy as np
 import pytest
 import turn_rig
@@ -160,7 +161,7 @@ def test_new_variables_are_taken_in_the_middle_of_a_turn(make):
 
 
 def test_no_episode_begins_without_a_permit(make):
-  permits = turn_rig.Permits()
+  permits = fake_permits.Permits()
   rig = make(permits=permits)
   rig.step(5)
   assert permits.asked == _NUM == rig.loop.num_parked
@@ -197,7 +198,7 @@ def test_a_failed_environment_loses_its_episode_and_keeps_its_permit(make):
       failed.append(environment)
       raise RuntimeError('a tool broke')
 
-  permits = turn_rig.Permits()
+  permits = fake_permits.Permits()
   rig = make(permits=permits, before_step=before_step)
   rig.step(2)
   permits.give(_NUM)
@@ -216,7 +217,7 @@ def test_an_episode_that_does_not_fit_is_told(make, engine, monkeypatch):
 
 
 def test_time_is_accounted_for_by_cause(make):
-  permits = turn_rig.Permits()
+  permits = fake_permits.Permits()
   rig = make(permits=permits)
   rig.step(3)
   rig.loop.account.take()
@@ -259,7 +260,7 @@ def test_groups_take_one_permit_and_wait_for_all_their_members(make):
     if environment.number == 0:
       gate.wait(20.0)
 
-  permits = turn_rig.Permits()
+  permits = fake_permits.Permits()
   rig = make(
     mode='asynchronous',
     permits=permits,
@@ -293,7 +294,7 @@ def _fails(*when):
 
 
 def test_a_member_that_fails_leaves_its_group_for_this_task(make):
-  permits = turn_rig.Permits()
+  permits = fake_permits.Permits()
   rig = make(
     permits=permits,
     before_step=_fails((1, 0)),
@@ -320,7 +321,7 @@ def test_a_member_that_fails_leaves_its_group_for_this_task(make):
 
 
 def test_a_group_of_too_few_is_dropped_and_its_permit_is_used_again(make):
-  permits = turn_rig.Permits()
+  permits = fake_permits.Permits()
   rig = make(
     permits=permits,
     before_step=_fails((1, 0), (2, 0), (3, 0), (0, 1), (1, 1), (2, 1), (3, 1)),
@@ -346,7 +347,7 @@ def test_groups_with_failures_everywhere_go_on(make):
     if fails:
       raise RuntimeError('a tool broke')
 
-  permits = turn_rig.Permits()
+  permits = fake_permits.Permits()
   rig = make(
     mode='asynchronous',
     permits=permits,
@@ -377,7 +378,7 @@ def test_in_turn_what_is_generated_does_not_depend_on_who_is_fast(make):
     return before_step
 
   def played(before_step):
-    permits = turn_rig.Permits()
+    permits = fake_permits.Permits()
     rig = make(
       mode='asynchronous',
       permits=permits,
