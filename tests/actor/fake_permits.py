@@ -35,4 +35,5 @@ class Permits(core.PermitSource):
     return come
 
   def close(self, held=()):
-    self.returned = list(held)
+    untaken, self._come = self._come, []
+    self.returned = [*held, *(permit.permit_id for permit in untaken)]
