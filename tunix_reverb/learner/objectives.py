@@ -181,7 +181,6 @@ def token_objective(
     policy=policy_loss,
     ratio=ratio,
     rows=rows,
-    all_axes=mesh_lib.AXES,
   )
 
   def count(batch: types.Batch) -> jax.Array:

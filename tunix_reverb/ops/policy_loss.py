@@ -66,16 +66,6 @@ class PolicyLoss:
 VTRACE = PolicyLoss()
 
 
-def weights(log_rhos: jax.Array, config: PolicyLoss) -> jax.Array | None:
-  """f32 [...], ratios cut as 'tis' and 'ppo' cut them; None for the others."""
-  rhos = vtrace.ratios(log_rhos)
-  if config.kind == 'tis':
-    return jnp.minimum(config.tis_cap, rhos)
-  if config.kind == 'ppo':
-    return jnp.where(rhos > config.ppo_behaviour_cap, 0.0, rhos)
-  return None
-
-
 class PolicyTerms(NamedTuple):
   """Of each action, f32 [...] unless said.
 

@@ -55,7 +55,6 @@ class TokenLoss:
     ratio: an importance ratio for each 'token' or 'turn', or for each turn the
       geometric mean over its tokens, 'turn_geometric'.
     rows: how the rows lie on the devices.
-    all_axes: inside `shard_map`, the axes of the mesh; () outside.
   """
 
   discount_factor: float
@@ -65,7 +64,6 @@ class TokenLoss:
   policy: policy_loss.PolicyLoss = policy_loss.VTRACE
   ratio: Ratio = 'token'
   rows: recurrence.Rows = recurrence.WHOLE
-  all_axes: tuple[str, ...] = ()
 
   def __post_init__(self) -> None:
     if self.ratio not in RATIOS:
@@ -134,8 +132,13 @@ class TokenLoss:
     if self.policy.kind == 'ppo' and proximal_log_probs is not None:
       log_weights, _ = decisions(proximal_log_probs)
     return losses.masked_sums(
-      self._terms(
-        log_probs, advantages, log_weights, proximal_log_probs, is_action
+      policy_loss.policy_terms(
+        log_probs,
+        advantages,
+        log_weights,
+        proximal_log_probs,
+        config=self.policy,
+        rho_bar=self.rho_bar,
       ),
       is_action,
       entropies=entropies,
@@ -151,43 +154,6 @@ class TokenLoss:
         jnp.nan,
       ),
     )
-
-  def _terms(
-    self,
-    log_probs: jax.Array,
-    advantages: jax.Array,
-    log_rhos: jax.Array,
-    proximal_log_probs: jax.Array | None,
-    is_action: jax.Array,
-  ) -> policy_loss.PolicyTerms:
-    """See `policy_loss.policy_terms`."""
-    weights = policy_loss.weights(log_rhos, self.policy)
-    if weights is not None:
-      advantages = self._centred(advantages, weights, is_action)
-    return policy_loss.policy_terms(
-      log_probs,
-      advantages,
-      log_rhos,
-      proximal_log_probs,
-      config=self.policy,
-      rho_bar=self.rho_bar,
-    )
-
-  def _centred(
-    self, advantages: jax.Array, weights: jax.Array, is_action: jax.Array
-  ) -> jax.Array:
-    """Less their weighted mean over the batch, or micro-batch, of all devices.
-
-    A baseline is free on policy, and with exact ratios, because log pi has no
-    gradient on average. With ratios that are cut it has one, and whatever
-    advantages have in common moves the policy along it.
-    """
-    total = lambda x: jnp.sum(jnp.where(is_action, weights * x, 0.0))
-    sums = jnp.stack([total(advantages), total(jnp.ones_like(weights))])
-    if self.all_axes:
-      sums = jax.lax.psum(sums, self.all_axes)
-    mean = sums[0] / jnp.maximum(sums[1], 1e-6)
-    return advantages - jax.lax.stop_gradient(mean)
 
   def _targets(
     self,
