@@ -136,13 +136,15 @@ protocol: $(VENV)/.dev  ## compile the .proto files of the wire client
 wheel: $(VENV)/.runtime $(VENV)/.sources  ## build dist/tunix_reverb-*.whl
 	@$(MAKE) --no-print-directory dist/.wheel
 
-benchmark: $(VENV)/.dev $(VENV)/.wheel  ## measure every part; half an hour
+benchmark: $(VENV)/.dev $(VENV)/.wheel  ## measure every part; an hour
 	@$(BIN)/python -m benchmarks.pipeline $(BENCHMARK_FLAGS)
 	@$(BIN)/python -m benchmarks.startup
 	@$(BIN)/python -m benchmarks.packing
 	@$(BIN)/python -m benchmarks.transport
 	@$(BIN)/python -m benchmarks.vtrace
 	@$(BIN)/python -m benchmarks.learner
+	@$(BIN)/python -m benchmarks.correction
+	@$(BIN)/python -m benchmarks.utilisation
 
 clean:  ## remove all environments, the wheel and every cache
 	rm -rf $(VENV) $(MODERN) .venv-reference models build dist *.egg-info .pytest_cache .ruff_cache \

@@ -7,8 +7,9 @@ what the tool says is a log in which the answer comes up again and again, and
 before it says so it waits, log-normally, as long as a client would at most.
 Who does not call it reads a second log of noise instead, so that all episodes
 are about as long. What the policy reads outnumbers what it writes thirtyfold.
-The call earns 0.2, calling once more loses as much, the answer earns 1. The
-wait is a sleep: it costs nobody's core.
+The call earns 0.5, more than the guess that it leaves undone; calling once more
+loses as much, and the answer earns 1. The wait is a sleep: it costs nobody's
+core.
 
 `tool:benchmarks.slow_lookup:SlowLookup`; `SwiftLookup` is the same without the
 waits, so that scores can be compared without them.
@@ -27,12 +28,12 @@ from tunix_reverb.environments.tools import tool
 from tunix_reverb.text import tokeniser
 
 # Of a call: log-normal, cut where a client would give up, seconds.
-MEAN_S = 1.5
+MEAN_S = 2.5
 SIGMA = 1.0
 LONGEST_S = 10.0
 # Of the texts, tokens: uniform between the two.
 LEAST_NOISE, MOST_NOISE = 56, 64
-CALL_BONUS = 0.2
+CALL_BONUS = 0.5
 
 _NOISE = list('89+-')
 _ANSWERS = '0123'

@@ -3,7 +3,7 @@
   python -m benchmarks.utilisation [--plot=docs/utilisation.svg]
 
 The same transformer learns the same task (`benchmarks.slow_lookup`: texts of
-about 130 tokens of which the policy writes three; each call of the tool sleeps,
+about 130 tokens of which the policy writes four; each call of the tool sleeps,
 log-normally, for much longer than an update takes) from batches of as many
 trajectories, by the same code, one loop after the other:
 
@@ -42,21 +42,21 @@ from benchmarks import utilisation_pipeline
 from benchmarks import utilisation_plot
 
 _SECONDS = flags.DEFINE_float(
-  'seconds', 120.0, 'Of the pipeline from its first update on, wall time.'
+  'seconds', 300.0, 'Of the pipeline from its first update on, wall time.'
 )
 _SERIAL_SECONDS = flags.DEFINE_float(
-  'serial_seconds', 100.0, 'After which serial begins no further round.'
+  'serial_seconds', 40.0, 'After which serial begins no further round.'
 )
 _BATCHED_SECONDS = flags.DEFINE_float(
-  'batched_seconds', 60.0, 'After which batched begins no further update.'
+  'batched_seconds', 40.0, 'After which batched begins no further update.'
 )
 _PLOT = flags.DEFINE_string('plot', '', 'Where to draw the figures, .svg.')
 
 _PRINT_PERIOD_S = 10.0
 _BIN_S = 5.0  # Of the curves in the plot.
 _LOOP_TIMEOUT_S = 600.0
-_NUM_ENVIRONMENTS = 384
-_TRAJECTORIES = 64
+_NUM_ENVIRONMENTS = 512
+_TRAJECTORIES = 128
 _CONFIG_FLAGS = (
   '--agent=transformer',
   '--environment=tool:benchmarks.slow_lookup:SlowLookup',
@@ -71,12 +71,12 @@ _CONFIG_FLAGS = (
   '--environment_timeout_s=300',
   f'--trajectory_length={slow_lookup.MOST_TOKENS - 1}',
   '--bucket_lengths=272',
-  '--batch_positions=8704',
+  '--batch_positions=17408',
   '--admission',
   f'--trajectories_per_update={_TRAJECTORIES}',
-  '--max_policy_lag=7',
-  '--publish_period=3',
-  '--learning_rate=0.005',
+  '--max_policy_lag=10',
+  '--publish_period=1',
+  '--learning_rate=0.003',
   '--learning_rate_decay_steps=2000',
   '--max_grad_norm=1.0',
   '--entropy_cost=0.03',

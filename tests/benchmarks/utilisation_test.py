@@ -50,7 +50,7 @@ def test_whoever_asks_and_says_what_was_answered_earns_all(environment):
     environment.reset()
     asked = environment.step(environment.oracle())
     answered = environment.step(environment.oracle())
-    assert asked.mid() and asked.reward == pytest.approx(0.2)
+    assert asked.mid() and asked.reward == pytest.approx(0.5)
     assert answered.last() and answered.discount == 0
     assert answered.reward == 1.0
   # Both logs have been read, and hardly anything was written.
@@ -58,12 +58,12 @@ def test_whoever_asks_and_says_what_was_answered_earns_all(environment):
   assert sum(len(turn.tokens) for turn in environment.transcript.turns) == 3
 
 
-@pytest.mark.parametrize(('second', 'reward'), [('!', -0.2), ('7', 0.0)])
+@pytest.mark.parametrize(('second', 'reward'), [('!', -0.5), ('7', 0.0)])
 def test_whoever_asks_and_does_not_answer_earns_the_call_at_most(
   environment, second, reward
 ):
   environment.reset()
-  assert _turn(environment, '!').reward == pytest.approx(0.2)
+  assert _turn(environment, '!').reward == pytest.approx(0.5)
   timestep = _turn(environment, second)
   assert timestep.last() and timestep.reward == pytest.approx(reward)
 
