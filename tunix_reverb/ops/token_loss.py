@@ -132,14 +132,7 @@ class TokenLoss:
     if self.policy.kind == 'ppo' and proximal_log_probs is not None:
       log_weights, _ = decisions(proximal_log_probs)
     return losses.masked_sums(
-      policy_loss.policy_terms(
-        log_probs,
-        advantages,
-        log_weights,
-        proximal_log_probs,
-        config=self.policy,
-        rho_bar=self.rho_bar,
-      ),
+      self._terms(log_probs, advantages, log_weights, proximal_log_probs),
       is_action,
       entropies=entropies,
       values=values,
@@ -153,6 +146,23 @@ class TokenLoss:
         jax.lax.stop_gradient(log_probs) - behaviour_log_probs,
         jnp.nan,
       ),
+    )
+
+  def _terms(
+    self,
+    log_probs: jax.Array,
+    advantages: jax.Array,
+    log_rhos: jax.Array,
+    proximal_log_probs: jax.Array | None,
+  ) -> policy_loss.PolicyTerms:
+    """See `policy_loss.policy_terms`."""
+    return policy_loss.policy_terms(
+      log_probs,
+      advantages,
+      log_rhos,
+      proximal_log_probs,
+      config=self.policy,
+      rho_bar=self.rho_bar,
     )
 
   def _targets(
