@@ -3,9 +3,9 @@
   python -m benchmarks.utilisation [--plot=docs/utilisation.svg]
 
 The same transformer learns the same task (`benchmarks.slow_lookup`: texts of
-about 130 tokens of which the policy writes four; each call of the tool sleeps,
-log-normally, for much longer than an update takes) from batches of as many
-trajectories, by the same code, one loop after the other:
+about 130 tokens of which the policy writes three or four; each call of the tool
+sleeps, log-normally, for twice as long as an update takes) from batches of as
+many trajectories, by the same code, one loop after the other:
 
   serial     plays its batch with one environment at work at a time, then
              updates

@@ -83,10 +83,10 @@ def test_waits_are_heavy_tailed_and_bounded():
   generator = np.random.default_rng(0)
   waits_s = [slow_lookup.draw_wait_s(generator) for _ in range(20_000)]
   mean_s = slow_lookup.MEAN_S
-  # The cut takes some of the mean.
-  assert 0.85 * mean_s < np.mean(waits_s) < mean_s
+  # The cut takes a few per cent off the mean.
+  assert 0.9 * mean_s < np.mean(waits_s) < mean_s
   assert np.median(waits_s) < 0.7 * mean_s
-  assert max(waits_s) == slow_lookup.LONGEST_S > 3 * mean_s
+  assert max(waits_s) == slow_lookup.LONGEST_S >= 4 * mean_s
 
 
 def _row(time_s: float, step: int, **values: float) -> reader_lib.Row:
