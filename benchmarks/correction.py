@@ -23,6 +23,11 @@ from absl import app
 from absl import flags
 
 _SEEDS = flags.DEFINE_list('seeds', ['0', '1', '2'], 'Seeds of each run.')
+flags.register_validator(
+  'seeds',
+  lambda seeds: bool(seeds) and all(seed.isdecimal() for seed in seeds),
+  message='must be whole numbers with commas between them, such as 3,4,5',
+)
 _RUNS = flags.DEFINE_list('runs', [], 'Runs to make, by name; none for all.')
 _REPORT_PERIOD = 25
 # A run is one thread, and its sums have one order.
