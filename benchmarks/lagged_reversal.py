@@ -62,7 +62,6 @@ MODEL = dataclasses.replace(
   rope_theta=30.0,
   qk_norm=True,
   tied_embeddings=True,
-  init_scale=0.06,
   value_trunk=True,
 )
 _TRAJECTORIES_PER_ROW = 4

@@ -28,11 +28,11 @@ from tunix_reverb.environments.tools import tool
 from tunix_reverb.text import tokeniser
 
 # Of a call: log-normal, cut where a client would give up, seconds.
-MEAN_S = 2.5
+MEAN_S = 2.0
 SIGMA = 1.0
-LONGEST_S = 10.0
+LONGEST_S = 8.0
 # Of the texts, tokens: uniform between the two.
-LEAST_NOISE, MOST_NOISE = 56, 64
+LEAST_NOISE, MOST_NOISE = 24, 32
 CALL_BONUS = 0.5
 
 _NOISE = list('89+-')

@@ -54,8 +54,8 @@ def test_whoever_asks_and_says_what_was_answered_earns_all(environment):
     assert answered.last() and answered.discount == 0
     assert answered.reward == 1.0
   # Both logs have been read, and hardly anything was written.
-  assert environment.transcript.num_tokens > 110
   assert sum(len(turn.tokens) for turn in environment.transcript.turns) == 3
+  assert environment.transcript.num_tokens > 16 * 3
 
 
 @pytest.mark.parametrize(('second', 'reward'), [('!', -0.5), ('7', 0.0)])
@@ -73,7 +73,7 @@ def test_whoever_does_not_ask_reads_as_much_without_an_answer(environment):
   timestep = _turn(environment, '7')
   read = environment.transcript.turns[0].observation
   assert timestep.mid() and timestep.reward == 0
-  assert len(read) > 50
+  assert len(read) > _load('slow_lookup').LEAST_NOISE
   text = characters.CharacterFormat().tokeniser.decode(read)
   assert not set(text) & set('01234567')
 

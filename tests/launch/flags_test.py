@@ -27,7 +27,7 @@ num_actors environments_per_actor environment_mode environment_timeout_s
 trajectory_length item_bytes item_age_s variable_update_period_s
 replay_client replay_mode sampler priority_exponent max_table_items
 min_table_items samples_per_insert samples_per_insert_tolerance num_servers
-admission trajectories_per_update permit_lease_s
+admission trajectories_per_update trajectories_in_flight permit_lease_s
 replay_checkpoint_period_s replay_checkpoints_to_keep
 max_policy_lag max_age_s sweep_period_s
 bucket_lengths batch_positions packing_window prefetch_batches
@@ -133,6 +133,17 @@ def test_the_run_directory_supplies_the_config(tmp_path):
       '--admission --replay_client=wire --max_policy_lag=0 '
       '--trajectories_per_update=41',
       ['trajectories_per_update', '41', '<= 40', 'batch_positions'],
+    ),
+    (
+      '--admission --replay_client=wire --max_policy_lag=2 '
+      '--trajectories_per_update=8 --trajectories_in_flight=25',
+      ['trajectories_in_flight', '25', '(8)', '(24)'],
+    ),
+    (
+      '--admission --replay_client=wire --trajectories_in_flight=30 '
+      '--trajectories_per_update=8 --agent=transformer --group_size=4 '
+      '--advantage=rloo',
+      ['trajectories_in_flight', '30', 'multiple of group_size (4)'],
     ),
     ('stray', ['stray', '--name=value']),
   ],

@@ -114,6 +114,7 @@ class _Learner:
       self.table,
       trajectories_per_update=size,
       max_policy_lag=lag,
+      num_permits=(lag + 1) * size,
       lease_s=lease_s,
       publish_period=publish_period,
       confirmed_version=lambda: self.confirmed,

@@ -15,10 +15,13 @@ _LIVE = ledger_lib.Arrival.LIVE
 _SETTLED = ledger_lib.Arrival.SETTLED
 
 
-def _ledger(*, size=2, lag=1, lease_s=10.0, first_id=1, version=1):
+def _ledger(
+  *, size=2, lag=1, permits=None, lease_s=10.0, first_id=1, version=1
+):
   return ledger_lib.PermitLedger(
     trajectories_per_update=size,
     max_policy_lag=lag,
+    num_permits=permits or (lag + 1) * size,
     lease_s=lease_s,
     first_id=first_id,
     policy_version=version,
@@ -37,6 +40,23 @@ def test_the_stock_is_an_update_and_the_rest_stays_as_credit():
   ledger.observe_taken(1, 0.0)
   assert ledger.issue() == [(3, 1)], 'topped up as it drains'
   assert ledger.stock_ids == [2, 3]
+
+
+def test_fewer_permits_than_the_lag_allows_leave_the_rest_of_the_rules():
+  ledger = _ledger(size=2, lag=3, permits=3)
+  assert ledger.issue() == [(1, 1), (2, 1)]
+  ledger.observe_taken(2, 0.0)
+  assert ledger.issue() == [(3, 1)]
+  ledger.observe_taken(3, 0.0)
+  assert ledger.issue() == [], 'as many as there are'
+  for permit_id in (2, 3):
+    ledger.arrive(permit_id, 1.0)
+    ledger.settle([permit_id])
+  assert ledger.advance()
+  ledger.confirm(2)
+  assert ledger.issue() == [(4, 2), (5, 2)]
+  assert not ledger.holds(2), 'the one that is out has three versions more'
+  assert ledger.holds(3)
 
 
 def test_a_permit_goes_round():
@@ -194,10 +214,15 @@ class _Model:
   Each method is something that may happen at any time.
   """
 
-  def __init__(self, *, size, lag, lease_s, num_actors=100, hold=True):
+  def __init__(self, *, size, lag, spare, lease_s, num_actors=100, hold=True):
     self.size, self.lag = size, lag
     self.num_actors, self.hold = num_actors, hold
-    self.ledger = _ledger(size=size, lag=lag, lease_s=lease_s)
+    self.ledger = _ledger(
+      size=size,
+      lag=lag,
+      permits=size + min(spare, lag * size),
+      lease_s=lease_s,
+    )
     self.total = sum(self.ledger.counts)
     self.now_s = 0.0
     self.table = collections.deque()
@@ -317,16 +342,21 @@ def _play(model, schedule):
     model.check()
 
 
-_SIZES = {'size': st.integers(1, 4), 'lag': st.integers(0, 4)}
+# `spare`: permits beyond those of one update.
+_SIZES = {
+  'size': st.integers(1, 4),
+  'lag': st.integers(0, 4),
+  'spare': st.integers(0, 16),
+}
 
 
 @hypothesis.given(schedule=_schedules(_HEALTHY), hold=st.booleans(), **_SIZES)
 @hypothesis.settings(max_examples=300, deadline=None)
 def test_nothing_begun_under_a_live_permit_is_ever_stale(
-  schedule, hold, size, lag
+  schedule, hold, size, lag, spare
 ):
   # Whether it holds its updates or, without a publish, makes some more.
-  model = _Model(size=size, lag=lag, lease_s=1e9, hold=hold)
+  model = _Model(size=size, lag=lag, spare=spare, lease_s=1e9, hold=hold)
   _play(model, schedule)
   assert model.stale == []
   if lag == 0:
@@ -337,17 +367,19 @@ def test_nothing_begun_under_a_live_permit_is_ever_stale(
 
 @hypothesis.given(schedule=_schedules(_HEALTHY), **_SIZES)
 @hypothesis.settings(max_examples=300, deadline=None)
-def test_a_learner_that_holds_publishes_after_every_update(schedule, size, lag):
+def test_a_learner_that_holds_publishes_after_every_update(
+  schedule, size, lag, spare
+):
   # As long as no more are out than an update takes.
-  model = _Model(size=size, lag=lag, lease_s=1e9, num_actors=size)
+  model = _Model(size=size, lag=lag, spare=spare, lease_s=1e9, num_actors=size)
   _play(model, schedule)
   assert model.refused == 0
 
 
 @hypothesis.given(schedule=_schedules(_HEALTHY + _FAULTS), **_SIZES)
 @hypothesis.settings(max_examples=300, deadline=None)
-def test_whatever_happened_the_learner_goes_on(schedule, size, lag):
-  model = _Model(size=size, lag=lag, lease_s=20.0)
+def test_whatever_happened_the_learner_goes_on(schedule, size, lag, spare):
+  model = _Model(size=size, lag=lag, spare=spare, lease_s=20.0)
   _play(model, schedule)
   before, begun_s = model.updates, model.now_s
   for i in range(400):

@@ -293,12 +293,12 @@ def make_admission(
   watchdog: watchdog_lib.Watchdog,
 ) -> admission_lib.Admission:
   """The learner's side of admission; call `start` on it."""
+  size = config.transformer.group_size  # One permit for each group.
   return admission_lib.Admission(
     table,
-    # One permit for each group.
-    trajectories_per_update=config.trajectories_per_update
-    // config.transformer.group_size,
+    trajectories_per_update=config.trajectories_per_update // size,
     max_policy_lag=config.staleness.max_policy_lag,
+    num_permits=config.trajectories_in_flight // size,
     lease_s=config.replay.permit_lease_s,
     publish_period=config.learner.publish_period,
     confirmed_version=confirmed_version,

@@ -123,9 +123,15 @@ class ReplayConfig:
   )
   trajectories_per_update: int = fields.field(
     0,
-    'With admission, trajectories of one update; (max_policy_lag + 1) times as '
-    'many are under way. 0: as many as always fit a batch, about '
-    'batch_positions / (trajectory_length + 1).',
+    'With admission, trajectories of one update. 0: as many as always fit a '
+    'batch, about batch_positions / (trajectory_length + 1).',
+  )
+  trajectories_in_flight: int = fields.field(
+    0,
+    'With admission, most trajectories from their permit to their update. 0: '
+    '(max_policy_lag + 1) * trajectories_per_update, the most there may be. '
+    'Where actors are faster than the learner, fewer make what it learns from '
+    'younger; with too few it waits.',
   )
   permit_lease_s: float = fields.field(
     600.0,
@@ -157,6 +163,7 @@ class ReplayConfig:
       'replay_checkpoint_period_s',
       'priority_exponent',
       'trajectories_per_update',
+      'trajectories_in_flight',
     )
     if self.admission:
       for name, value in (('replay_mode', 'queue'), ('replay_client', 'wire')):
@@ -312,22 +319,34 @@ class ExperimentConfig:
       'positions, or the longest trajectory fits no row',
     )
     self._validate_mesh()
+    if self.replay.admission:
+      self._validate_admission()
+
+  def _validate_admission(self) -> None:
     size = self.transformer.group_size
-    fields.require(
-      not self.replay.admission or self.trajectories_per_update % size == 0,
-      'trajectories_per_update',
-      self.trajectories_per_update,
-      f'be a multiple of group_size ({size}), as groups are learnt whole',
-    )
+    for name in ('trajectories_per_update', 'trajectories_in_flight'):
+      fields.require(
+        getattr(self, name) % size == 0,
+        name,
+        getattr(self, name),
+        f'be a multiple of group_size ({size}), as groups are learnt whole',
+      )
     wanted, most = self.replay.trajectories_per_update, self._fitting
     fields.require(
-      not self.replay.admission
-      or self.staleness.max_policy_lag > 0
-      or wanted <= most,
+      self.staleness.max_policy_lag > 0 or wanted <= most,
       'trajectories_per_update',
       wanted,
       f'be <= {most} with max_policy_lag=0, so that one batch takes all of an '
       'update: lower it or raise batch_positions',
+    )
+    least = self.trajectories_per_update
+    most = (self.staleness.max_policy_lag + 1) * least
+    fields.require(
+      least <= self.trajectories_in_flight <= most,
+      'trajectories_in_flight',
+      self.trajectories_in_flight,
+      f'be 0, or from trajectories_per_update ({least}) to max_policy_lag + 1 '
+      f'times as many ({most})',
     )
 
   def _validate_mesh(self) -> None:
@@ -358,6 +377,13 @@ class ExperimentConfig:
   def trajectories_per_update(self) -> int:
     """With admission, the trajectories of one update."""
     return self.replay.trajectories_per_update or self._fitting
+
+  @property
+  def trajectories_in_flight(self) -> int:
+    """With admission, the trajectories that permits are given for."""
+    return self.replay.trajectories_in_flight or (
+      (self.staleness.max_policy_lag + 1) * self.trajectories_per_update
+    )
 
   @property
   def _fitting(self) -> int:

@@ -54,6 +54,7 @@ class Admission:
     *,
     trajectories_per_update: int,
     max_policy_lag: int,
+    num_permits: int,
     lease_s: float,
     publish_period: int,
     confirmed_version: Callable[[], int],
@@ -67,9 +68,9 @@ class Admission:
 
     Args:
       table: the table of permits, and what was removed from the others.
-      trajectories_per_update: of which max_policy_lag + 1 times as many are
-        under way.
+      trajectories_per_update: as the ledger's, like the next two.
       max_policy_lag: in publishes.
+      num_permits: that go round.
       lease_s: seconds after which a taken permit is given to another.
       publish_period: learner steps between publishes.
       confirmed_version: the newest version that actors can get.
@@ -81,6 +82,7 @@ class Admission:
     self._table = table
     self._size = trajectories_per_update
     self._max_policy_lag = max_policy_lag
+    self._num_permits = num_permits
     self._lease_s = lease_s
     self._publish_period = publish_period
     self._confirmed_version = confirmed_version
@@ -109,6 +111,7 @@ class Admission:
     self._ledger = ledger_lib.PermitLedger(
       trajectories_per_update=self._size,
       max_policy_lag=self._max_policy_lag,
+      num_permits=self._num_permits,
       lease_s=self._lease_s,
       first_id=first_permit_id(time.time()),
       policy_version=policy_version,

@@ -1,9 +1,9 @@
 """The ledger of permits: who may still send what, and how far to go meanwhile.
 
 A trajectory is begun under a permit, which carries the policy version that its
-actor must have at least. There are (max_policy_lag + 1) * trajectories_per_
-update of them, so no more can be on its way than the learner takes before the
-oldest becomes stale. A permit goes round like this:
+actor must have at least. There are at most (max_policy_lag + 1) *
+trajectories_per_update of them, so no more can be on its way than the learner
+takes before the oldest becomes stale. A permit goes round like this:
 
   credit --issue--> stock --an actor takes it--> taken --> arrived --> credit
     ^                 |                            |
@@ -79,6 +79,7 @@ class PermitLedger:
     *,
     trajectories_per_update: int,
     max_policy_lag: int,
+    num_permits: int,
     lease_s: float,
     first_id: int,
     policy_version: int,
@@ -88,6 +89,8 @@ class PermitLedger:
     Args:
       trajectories_per_update: most permits in stock.
       max_policy_lag: in publishes.
+      num_permits: from trajectories_per_update up to max_policy_lag + 1 times
+        as many.
       lease_s: seconds after which a taken permit is given up.
       first_id: of the first permit, > 0.
       policy_version: of the learner, published and confirmed.
@@ -96,7 +99,7 @@ class PermitLedger:
     self._max_lag = max_policy_lag
     self._lease_s = lease_s
     self._next_id = first_id
-    self._credit = (max_policy_lag + 1) * trajectories_per_update
+    self._credit = num_permits
     # In the order of issue, hence of version: id to version.
     self._stock: dict[int, int] = {}
     self._taken: dict[int, _Taken] = {}
