@@ -6,7 +6,8 @@
 what the tool says is a log in which the answer comes up again and again, and
 before it says so it waits, log-normally, as long as a client would at most.
 Who does not call it reads a second log of noise instead, so that all episodes
-are about as long. What the policy reads outnumbers what it writes thirtyfold.
+are about as long. What the policy reads outnumbers what it writes about
+twentyfold.
 The call earns 0.5, more than the guess that it leaves undone; calling once more
 loses as much, and the answer earns 1. The wait is a sleep: it costs nobody's
 core.
@@ -34,6 +35,7 @@ LONGEST_S = 8.0
 # Of the texts, tokens: uniform between the two.
 LEAST_NOISE, MOST_NOISE = 24, 32
 CALL_BONUS = 0.5
+BEST_RETURN = CALL_BONUS + 1.0
 
 _NOISE = list('89+-')
 _ANSWERS = '0123'

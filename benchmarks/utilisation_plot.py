@@ -51,13 +51,18 @@ Curve = Sequence[tuple[float, float]]
 
 
 def draw(
-  results: Mapping[str, Mapping], curves: Mapping[str, Curve], *, bin_s: float
+  results: Mapping[str, Mapping],
+  curves: Mapping[str, Curve],
+  *,
+  best: float,
+  bin_s: float,
 ) -> str:
   """The picture.
 
   Args:
     results: figures of each loop: 'shares', 'updates', 'tokens', 'wall_s'.
     curves: (seconds, mean return) of each loop.
+    best: the highest mean return there can be.
     bin_s: over which the curves are averaged, seconds.
   """
   parts = [
@@ -71,7 +76,7 @@ def draw(
   ]
   for row, name in enumerate(_NAMES):
     parts += _bar(name, results[name], _BAR_TOP + row * _BAR_STEP)
-  parts += _chart({n: _mean_by_bin(curves[n], bin_s) for n in _NAMES})
+  parts += _chart({n: _mean_by_bin(curves[n], bin_s) for n in _NAMES}, best)
   return '\n'.join([*parts, '</svg>', ''])
 
 
@@ -132,28 +137,27 @@ def _mean_by_bin(curve: Curve, bin_s: float) -> list[tuple[float, float]]:
   ]
 
 
-def _chart(curves: Mapping[str, Curve]) -> list[str]:
+def _chart(curves: Mapping[str, Curve], best: float) -> list[str]:
   """Mean return of training episodes over wall time."""
   longest_s = max(t for curve in curves.values() for t, _ in curve)
-  highest = max(1.0, *(v for curve in curves.values() for _, v in curve))
   width = _WIDTH - _LEFT - _RIGHT
   to_x = lambda t: _LEFT + width * t / longest_s
-  to_y = lambda v: _CHART_TOP + _CHART_HEIGHT * (1 - max(v, 0.0) / highest)
+  to_y = lambda v: _CHART_TOP + _CHART_HEIGHT * (1 - max(v, 0.0) / best)
   parts = [
     _text(_LEFT, _CHART_TOP - 46, 'Score over wall time', 'title'),
     _text(
       _LEFT,
       _CHART_TOP - 26,
-      'mean return of the episodes that were played, 1.2 at best',
+      f'mean return of the episodes that were played, {best:g} at best',
       'faint',
     ),
   ]
-  for value in (0.0, 0.5, 1.0):
+  for value in (0.0, best / 3, best * 2 / 3, best):
     y = to_y(value)
     parts += [
       f'<line class="grid" x1="{_LEFT}" x2="{_LEFT + width}" y1="{y:.1f}" '
       f'y2="{y:.1f}"/>',
-      _text(_LEFT - 10, y + 4, f'{value:g}', 'faint', 'end'),
+      _text(_LEFT - 10, y + 4, f'{value:.3g}', 'faint', 'end'),
     ]
   step_s = 30 if longest_s > 60 else 10
   for time_s in range(0, int(longest_s) + 1, step_s):

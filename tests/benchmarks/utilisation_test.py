@@ -153,6 +153,7 @@ def test_picture_says_how_busy_each_learner_was():
     },
     {name: [(5.0, 0.1), (50.0, 0.4)] for name in ('serial', 'batched')}
     | {'pipeline': [(1.0, 0.2), (2.0, 0.4), (99.0, 1.1)]},
+    best=1.5,
     bin_s=5.0,
   )
   root = xml.etree.ElementTree.fromstring(svg)
@@ -160,6 +161,7 @@ def test_picture_says_how_busy_each_learner_was():
   for share in ('1.1%', '22.2%', '96.7%'):
     assert f'{share} computing' in texts
   assert '0.5 updates/s, 1,234 tokens/s' in texts
+  assert any('1.5 at best' in text for text in texts)
   lines = [e for e in root.iter() if e.tag.endswith('}polyline')]
   # The first two points of the pipeline share a bin.
   assert [len(line.get('points').split()) for line in lines] == [2, 2, 2]
