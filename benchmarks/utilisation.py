@@ -74,7 +74,7 @@ _CONFIG_FLAGS = (
   '--batch_positions=9504',
   '--admission',
   f'--trajectories_per_update={_TRAJECTORIES}',
-  '--max_policy_lag=28',
+  '--max_policy_lag=32',
   '--trajectories_in_flight=2048',
   '--publish_period=1',
   '--learning_rate=0.001',
