@@ -1,5 +1,6 @@
 """The update: the same on any mesh, and safe against bad batches."""
 
+import dataclasses
 import functools
 
 from dm_env import specs as dm_specs
@@ -204,6 +205,7 @@ def test_metric_names_are_frozen():
       'c_clipped_fraction',
       'ess',
       'behaviour_kl',
+      'behaviour_kl_k2',
       'behaviour_kl_k3',
       'mismatch_log_prob',
       'mismatch_kl_k3',
@@ -221,6 +223,23 @@ def test_metric_names_are_frozen():
     assert np.isfinite(value), name
   assert 0 < metrics['ess'] <= 1
   assert state.learner_step == 1 and state.learner_step.dtype == np.int32
+
+
+def test_behaviour_kl_cost_holds_the_policy_by_the_one_that_acted():
+  nothing_else = {'baseline_cost': 0.0, 'entropy_cost': 0.0}
+  batch = _batch(reward=np.zeros((_ROWS, _LENGTH), np.float32))
+  distances = {}
+  for cost in (0.0, 10.0):
+    config = dataclasses.replace(
+      _CONFIG, behaviour_kl_cost=cost, **nothing_else
+    )
+    _, one = _run(None, [batch], config=config)
+    np.testing.assert_allclose(
+      one['loss'], one['pg_loss'] + cost * one['behaviour_kl_k2'], rtol=1e-5
+    )
+    _, many = _run(None, [batch] * 10, config=config)
+    distances[cost] = many['behaviour_kl_k2'] / one['behaviour_kl_k2']
+  assert distances[10.0] < 0.9 < distances[0.0]
 
 
 def test_learning_rate_falls_linearly_and_stays():

@@ -115,6 +115,8 @@ def test_gradients_flow_where_they_should():
   assert not zero(pg['log_probs']) and zero(pg['values'])
   baseline = gradient('baseline_loss')
   assert zero(baseline['log_probs']) and not zero(baseline['values'])
+  k2 = gradient('k2')
+  assert not zero(k2['log_probs']) and zero(k2['values'])
   for field in ('rho', 'rho_squared', 'log_rho', 'c', 'value'):
     assert all(zero(g) for g in gradient(field).values()), field
 

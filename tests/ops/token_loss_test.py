@@ -197,6 +197,27 @@ def test_gradients_reach_the_policys_tokens_only(ratio):
     np.testing.assert_array_equal(np.asarray(gradient)[~is_action], 0)
 
 
+@pytest.mark.parametrize('ratio', _RATIOS)
+def test_k2_pulls_each_token_back_to_who_chose_it(ratio):
+  row = _row()
+  # A token that the policy would hardly choose any more, and one as before.
+  row['log_probs'][3] = row['behaviour_log_probs'][3] - 40
+  row['log_probs'][5] = row['behaviour_log_probs'][5]
+  row = _with_tool_output(row, np.random.default_rng(1))
+  is_action = row['loss_mask'].copy()
+  is_action[-1] = False
+  log_rhos = np.where(
+    is_action, row['log_probs'] - row['behaviour_log_probs'], 0.0
+  )
+  row = {k: jnp.asarray(v) for k, v in row.items()}
+  k2, gradient = jax.value_and_grad(
+    lambda x: _jitted(ratio)(row | {'log_probs': x}).k2
+  )(row['log_probs'])
+  np.testing.assert_allclose(k2, 0.5 * np.sum(log_rhos**2), rtol=1e-5)
+  np.testing.assert_allclose(gradient, log_rhos, rtol=1e-5)
+  assert gradient.min() < -39 and np.sum(gradient[is_action] == 0) == 1
+
+
 def _token_rows(rows, length):
   """Packed rows with masked tokens, turns, and padding at the end."""
   rng = np.random.default_rng(5)

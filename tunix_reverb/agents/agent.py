@@ -129,6 +129,7 @@ def loss_config(
     vtrace_lambda=learner.vtrace_lambda,
     baseline_cost=learner.baseline_cost,
     entropy_cost=learner.entropy_cost,
+    behaviour_kl_cost=learner.behaviour_kl_cost,
     reward_clip=learner.reward_clip,
     reward_scale=learner.reward_scale,
   )

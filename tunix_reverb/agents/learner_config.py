@@ -120,6 +120,12 @@ class LearnerConfig:
   vtrace_lambda: float = fields.field(0.95, 'V-trace mixing of n-step targets.')
   baseline_cost: float = fields.field(0.5, 'Factor of the baseline loss.')
   entropy_cost: float = fields.field(0.01, 'Factor of the entropy bonus.')
+  behaviour_kl_cost: float = fields.field(
+    0.0,
+    'Factor of half the squared logarithm of the importance ratio, which pulls '
+    'the policy back to the one that acted. Around 0.003 where data are many '
+    'updates old.',
+  )
   reward_clip: float = fields.field(
     0.0, 'Rewards are clipped to +-this in the loss; 0 leaves them alone.'
   )
@@ -174,6 +180,7 @@ class LearnerConfig:
       self,
       'baseline_cost',
       'entropy_cost',
+      'behaviour_kl_cost',
       'reward_clip',
       'learner_checkpoint_period_s',
     )

@@ -42,6 +42,7 @@ class LossConfig:
   vtrace_lambda: float = 1.0
   baseline_cost: float = 0.5
   entropy_cost: float = 0.01
+  behaviour_kl_cost: float = 0.0
   reward_clip: float = 0.0
   reward_scale: float = 1.0
 
@@ -58,11 +59,14 @@ class LossConfig:
       sums: of the loss.
       count: of the whole global batch.
     """
-    return (
+    total = (
       sums.pg_loss
       + self.baseline_cost * sums.baseline_loss
       - self.entropy_cost * sums.entropy
-    ) / count
+    )
+    if self.behaviour_kl_cost:
+      total = total + self.behaviour_kl_cost * sums.k2
+    return total / count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -36,6 +36,7 @@ METRIC_NAMES = (
   'c_clipped_fraction',
   'ess',
   'behaviour_kl',
+  'behaviour_kl_k2',
   'behaviour_kl_k3',
   'ppo_clipped_high_fraction',
   'ppo_clipped_low_fraction',
@@ -356,6 +357,7 @@ def _metrics(loss: jax.Array, sums: Sums) -> dict[str, jax.Array]:
     # A fraction of the transitions; the offset only matters when all are 0.
     'ess': jnp.square(accepted.rho) / (count * accepted.rho_squared + 1e-20),
     'behaviour_kl': -accepted.log_rho / count,
+    'behaviour_kl_k2': accepted.k2 / count,
     'behaviour_kl_k3': accepted.k3 / count,
     'ppo_clipped_high_fraction': accepted.clipped_high / count,
     'ppo_clipped_low_fraction': accepted.clipped_low / count,

@@ -23,7 +23,7 @@ from tunix_reverb.ops import vtrace
 class LossSums(NamedTuple):
   """Sums over the transitions that count in the loss; f32 scalars.
 
-  Gradients flow through `pg_loss`, `baseline_loss` and `entropy` only.
+  Gradients flow through `pg_loss`, `baseline_loss`, `entropy` and `k2` only.
 
   Attributes:
     pg_loss: what the policy is moved by, see `policy_loss`.
@@ -36,8 +36,11 @@ class LossSums(NamedTuple):
     rho_clipped: number of ratios above the cap of the loss.
     log_rho: logarithms of the ratios; its negative mean estimates the KL
       divergence of the behaviour from the target policy.
-    k3: rho - 1 - log rho, whose mean estimates it as well, with less variance
-      and never below 0 (Schulman 2020, "Approximating KL divergence").
+    k2: (log rho)^2 / 2, of each action by itself: another estimate of it, which
+      pulls the target policy back to the behaviour policy however small the
+      ratio has become, and not at all where both agree.
+    k3: rho - 1 - log rho: a third estimate, with less variance than the first
+      and never below 0 (Schulman 2020, "Approximating KL divergence", for all).
     c: trace coefficients min(c_bar, rho), without lambda.
     c_clipped: number of ratios above c_bar.
     value: value estimates; 0 where advantages are given.
@@ -58,6 +61,7 @@ class LossSums(NamedTuple):
   rho_squared: jax.Array
   rho_clipped: jax.Array
   log_rho: jax.Array
+  k2: jax.Array
   k3: jax.Array
   c: jax.Array
   c_clipped: jax.Array
@@ -131,9 +135,8 @@ def vtrace_actor_critic_loss(
   )
   is_transition = vtrace.transition_mask(segment_ids, rows)
   mask = loss_mask & is_transition
-  log_rhos = jnp.where(
-    mask, jax.lax.stop_gradient(log_probs) - behaviour_log_probs, 0.0
-  )
+  action_log_rhos = jnp.where(mask, log_probs - behaviour_log_probs, 0.0)
+  log_rhos = jax.lax.stop_gradient(action_log_rhos)
   targets = vtrace.vtrace(
     values,
     rewards,
@@ -159,6 +162,7 @@ def vtrace_actor_critic_loss(
     values=values,
     vs=targets.vs,
     log_rhos=log_rhos,
+    action_log_rhos=action_log_rhos,
     c_bar=c_bar,
   )
 
@@ -171,8 +175,9 @@ def masked_sums(
   values: jax.Array,
   vs: jax.Array | None,
   log_rhos: jax.Array,
+  action_log_rhos: jax.Array,
   c_bar: float,
-  current_log_rhos: jax.Array | None = None,
+  is_current: jax.Array | None = None,
 ) -> LossSums:
   """Sums over the positions where `mask` is True; all [..., L].
 
@@ -183,9 +188,10 @@ def masked_sums(
     values: f32.
     vs: f32, what the values are to be; None trains no values.
     log_rhos: f32, of the statistics.
+    action_log_rhos: f32, of each action by itself; gradients flow through it.
     c_bar: of the statistics.
-    current_log_rhos: f32, of each action by itself, NaN where other params have
-      acted; None if they have everywhere.
+    is_current: bool, where the target policy itself has acted; None if nobody
+      says.
   """
   # `where`, not a product: what lies under the mask may be NaN.
   masked_sum = lambda x: jnp.sum(jnp.where(mask, x, jnp.zeros_like(x)))
@@ -203,6 +209,7 @@ def masked_sums(
     rho_squared=masked_sum(jnp.square(rhos)),
     rho_clipped=count(terms.is_capped),
     log_rho=masked_sum(jnp.log(rhos)),
+    k2=masked_sum(0.5 * jnp.square(action_log_rhos)),
     k3=masked_sum(rhos - 1.0 - jnp.log(rhos)),
     c=masked_sum(jnp.minimum(c_bar, rhos)),
     c_clipped=count(rhos > c_bar),
@@ -210,18 +217,18 @@ def masked_sums(
     clipped_high=count(terms.is_clipped_high),
     clipped_low=count(terms.is_clipped_low),
     clipped_dual=count(terms.is_clipped_dual),
-    **_mismatch(current_log_rhos, mask),
+    **_mismatch(jax.lax.stop_gradient(action_log_rhos), mask, is_current),
   )
 
 
 def _mismatch(
-  log_rhos: jax.Array | None, mask: jax.Array
+  log_rhos: jax.Array, mask: jax.Array, is_current: jax.Array | None
 ) -> dict[str, jax.Array]:
-  """Sums over the positions where `log_rhos` is a number; see `LossSums`."""
-  if log_rhos is None:
+  """Sums over the positions where the target policy acted; see `LossSums`."""
+  if is_current is None:
     zero = jnp.zeros((), jnp.float32)
     return {'num_current': zero, 'mismatch': zero, 'mismatch_k3': zero}
-  mask = mask & ~jnp.isnan(log_rhos)
+  mask = mask & is_current
   log_rhos = jnp.where(mask, log_rhos, 0.0)
   return {
     'num_current': jnp.sum(mask.astype(jnp.float32)),

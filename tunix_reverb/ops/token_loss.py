@@ -116,11 +116,14 @@ class TokenLoss:
     is_transition = vtrace.transition_mask(segment_ids, self.rows)
     is_action = loss_mask & is_transition
 
-    def decisions(target: jax.Array) -> tuple[jax.Array, jax.Array]:
-      log_rhos = jnp.where(is_action, target - behaviour_log_probs, 0.0)
+    def by_action(target: jax.Array) -> jax.Array:
+      return jnp.where(is_action, target - behaviour_log_probs, 0.0)
+
+    def decisions(log_rhos: jax.Array) -> tuple[jax.Array, jax.Array]:
       return self._decisions(log_rhos, is_action, turn_ids, segment_ids)
 
-    log_rhos, is_decision = decisions(jax.lax.stop_gradient(log_probs))
+    action_log_rhos = by_action(log_probs)
+    log_rhos, is_decision = decisions(jax.lax.stop_gradient(action_log_rhos))
     vs = None
     if advantages is None:
       arrives = self.rows.from_next(is_action | ~is_transition)
@@ -130,7 +133,7 @@ class TokenLoss:
       )
     log_weights = log_rhos
     if self.policy.kind == 'ppo' and proximal_log_probs is not None:
-      log_weights, _ = decisions(proximal_log_probs)
+      log_weights, _ = decisions(by_action(proximal_log_probs))
     return losses.masked_sums(
       self._terms(log_probs, advantages, log_weights, proximal_log_probs),
       is_action,
@@ -138,14 +141,9 @@ class TokenLoss:
       values=values,
       vs=vs,
       log_rhos=log_rhos,
+      action_log_rhos=action_log_rhos,
       c_bar=self.c_bar,
-      current_log_rhos=None
-      if is_current is None
-      else jnp.where(
-        is_current,
-        jax.lax.stop_gradient(log_probs) - behaviour_log_probs,
-        jnp.nan,
-      ),
+      is_current=is_current,
     )
 
   def _terms(

@@ -176,10 +176,15 @@ def _optimisation() -> dict[str, Metric]:
       'Estimate of the KL divergence of the behaviour from the target policy: '
       'the mean of minus the log ratios.',
     ),
+    behaviour_kl_k2=(
+      'nats',
+      'The same as half the mean square of the log ratios of single actions: '
+      'what behaviour_kl_cost weighs.',
+    ),
     behaviour_kl_k3=(
       'nats',
-      'The same with less variance and never below 0: the mean of ratio - 1 - '
-      'log ratio.',
+      'The same with less variance: the mean of ratio - 1 - log ratio, never '
+      'below 0.',
     ),
     ppo_clipped_high_fraction=(
       'fraction',
