@@ -93,9 +93,9 @@ def main(argv: list[str]) -> None:
     is_to_hit = runs[name][1]
     results = [future.result() for future in futures[name]]
     hits[name] = [result.hit or round(result.last, 3) for result in results]
-    count = sum(result.hit is not None for result in results)
     if is_to_hit is None:
       continue
+    count = sum(result.hit is not None for result in results)
     target = len(seeds) if is_to_hit else 0
     checks[f'{name}_hits'] = {
       'value': count,

@@ -12,7 +12,7 @@ from tunix_reverb import errors
 from tunix_reverb import types
 from tunix_reverb.actor import remote_engine
 
-pytest.importorskip('httpx')
+pytest.importorskip('httpx', reason='httpx is missing')
 
 _STOP = 9
 

@@ -97,7 +97,7 @@ def test_the_seed_decides(name):
 
 
 def test_every_bsuite_experiment_takes_a_seed():
-  sweep = pytest.importorskip('bsuite.sweep')
+  sweep = pytest.importorskip('bsuite.sweep', reason='bsuite is missing')
   names = {n.partition('/')[0] for n in sweep.SETTINGS}
   for name in sorted(n for n in names if not n.startswith('mnist')):
     timestep = _make(f'bsuite:{name}/0').reset()

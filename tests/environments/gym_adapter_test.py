@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 gymnasium = pytest.importorskip('gymnasium', reason='gymnasium is missing')
-fakes = pytest.importorskip('fakes')
+fakes = pytest.importorskip('fakes', reason='gymnasium is missing')
 from gymnasium import spaces  # noqa: E402
 
 from tunix_reverb import errors  # noqa: E402

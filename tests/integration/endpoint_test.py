@@ -13,7 +13,7 @@ from launch import topology
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
 for library in ('openai', 'starlette', 'tokenizers', 'uvicorn'):
-  pytest.importorskip(library)
+  pytest.importorskip(library, reason=f'{library} is missing')
 
 import httpx  # noqa: E402
 

@@ -72,7 +72,9 @@ def test_what_is_saved_comes_back(name, tmp_path):
 
 
 def test_a_saved_file_is_one_that_the_library_reads(tmp_path):
-  safetensors_numpy = pytest.importorskip('safetensors.numpy')
+  safetensors_numpy = pytest.importorskip(
+    'safetensors.numpy', reason='safetensors is missing'
+  )
   model = checkpoint.open_checkpoint(str(logits.DATA / 'qwen2'))
   params = model.load(logits.make_mesh(), key=_KEY)
   saving.save(tmp_path / 'a', model.config, params, dtype='float16')

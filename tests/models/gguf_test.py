@@ -14,7 +14,7 @@ from tunix_reverb.networks.transformer import presets
 from tunix_reverb.networks.transformer import rope
 from tunix_reverb.text import huggingface
 
-gguf = pytest.importorskip('gguf')
+gguf = pytest.importorskip('gguf', reason='gguf is missing')
 
 _KEY = jax.random.PRNGKey(0)
 # Of the reference's models; GGUF's names of their tensors.
@@ -142,7 +142,7 @@ def test_another_family_is_refused(tmp_path):
 
 def _write_vocabulary(path, model='gpt2', pre='smollm'):
   """A GGUF file with a tokeniser: bytes, one merge, two control tokens."""
-  tokenizers = pytest.importorskip('tokenizers')
+  tokenizers = pytest.importorskip('tokenizers', reason='tokenizers is missing')
   alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
   words = ['<|im_start|>', '<|im_end|>', *alphabet, 'he']
   writer = gguf.GGUFWriter(path, 'llama')

@@ -9,7 +9,7 @@ from tunix_reverb import errors
 from tunix_reverb.text import chat_template
 from tunix_reverb.text import huggingface
 
-pytest.importorskip('tokenizers')
+pytest.importorskip('tokenizers', reason='tokenizers is missing')
 
 _CHATML = tiny_chat.CHATML
 # As Qwen3's: thinks, forgets earlier thinking, shows tools, tells results as

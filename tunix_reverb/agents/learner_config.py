@@ -123,7 +123,7 @@ class LearnerConfig:
   behaviour_kl_cost: float = fields.field(
     0.0,
     'Factor of half the squared logarithm of the importance ratio, which pulls '
-    'the policy back to the one that acted. Around 0.003 where data are many '
+    'the policy back to the one that acted. Around 0.006 where data are many '
     'updates old.',
   )
   reward_clip: float = fields.field(

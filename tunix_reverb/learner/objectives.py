@@ -64,6 +64,7 @@ class LossConfig:
       + self.baseline_cost * sums.baseline_loss
       - self.entropy_cost * sums.entropy
     )
+    # Not a product with 0: an infinite log ratio would make that NaN.
     if self.behaviour_kl_cost:
       total = total + self.behaviour_kl_cost * sums.k2
     return total / count

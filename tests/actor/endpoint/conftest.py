@@ -8,7 +8,7 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 for library in ('openai', 'starlette', 'uvicorn'):
-  pytest.importorskip(library)
+  pytest.importorskip(library, reason=f'{library} is missing')
 
 import byte_format  # noqa: E402
 import openai  # noqa: E402

@@ -17,7 +17,7 @@ from tunix_reverb.models import layout
 from tunix_reverb.sharding import mesh as mesh_lib
 from tunix_reverb.text import huggingface
 
-pytest.importorskip('tokenizers')
+pytest.importorskip('tokenizers', reason='tokenizers is missing')
 
 _FLAGS = {
   'agent': 'transformer',

@@ -20,7 +20,7 @@ from tunix_reverb.sharding import mesh as mesh_lib
 from tunix_reverb.telemetry import metrics
 
 for library in ('openai', 'starlette', 'tokenizers', 'uvicorn'):
-  pytest.importorskip(library)
+  pytest.importorskip(library, reason=f'{library} is missing')
 
 import httpx  # noqa: E402
 import openai  # noqa: E402
